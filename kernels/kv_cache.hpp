@@ -1,0 +1,136 @@
+// The KV cache of one sequence under one policy: entries per (layer, KV head), with their positions
+// and scores, in up to two tiers of precision. It stores; what happens to entries is decided by the
+// operations beside it (append, attend, update_scores, select, compact, age), each in its own file.
+//
+// Slots have no order. Within a tier the slots 0..n-1 are dense and each carries its position.
+// Entry index e of a (layer, KV head): first the body (low precision), then the tail, so
+// e in [0, body) is body slot e and e in [body, body + tail) is tail slot e - body. Mass and score
+// rows are laid out in that order.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "kernels/half.hpp"
+
+namespace kvreplay::kernels {
+
+// How channels of a key are paired by the rotary embedding: decides which channels share a
+// calibrated scale. half: c and c + rope_dim/2; interleaved: 2c and 2c+1; none: no pairs.
+enum class rope_pairing { none, half, interleaved };
+
+struct cache_shape {
+  int layers = 0;    // layers held by this cache; indices below are 0..layers-1
+  int q_heads = 0;   // a multiple of kv_heads
+  int kv_heads = 0;
+  int head_dim = 0;  // channels of q and k
+  int value_dim = 0;
+  double softmax_scale = 1;
+  rope_pairing rope = rope_pairing::none;
+  int rope_dim = 0;                // rotated channels, 0 = head_dim; the rest is paired with nothing
+  std::vector<int> window;         // [layers], the query included; 0 = global; empty = all global
+  std::vector<float> sink_logits;  // [layers, q_heads] or empty: learned logits in the denominator
+  int group() const { return q_heads / kv_heads; }
+  int window_of(int layer) const { return window.empty() ? 0 : window[static_cast<size_t>(layer)]; }
+};
+
+enum class tail_format : std::uint8_t { fp16, fp32 };          // fp32: for references only
+enum class body_format : std::uint8_t { none, int8, int4 };    // int4: not stored by any back end yet
+// hybrid: channel scale x FP16 scalar per token; token: the same with a channel table of ones;
+// channel_grow / channel_static: one FP32 scale per channel, no token scalar (KERNELS, section 2);
+// group: groups of 64 entries in order of ageing.
+enum class scale_format : std::uint8_t { hybrid, token, channel_grow, channel_static, group };
+
+struct storage_format {
+  tail_format tail = tail_format::fp16;
+  body_format body = body_format::none;
+  scale_format scales = scale_format::hybrid;
+  int tail_window = 128;      // W: after step t an entry is in the tail iff position > t - W ...
+  int tail_sinks = 0;         // ... or position < tail_sinks
+  float static_margin = 1.25F;  // channel_static: scale = margin * absmax / 127
+  bool operator==(const storage_format&) const = default;
+};
+
+// Counted by `age` over the life of the cache.
+struct storage_events {
+  std::int64_t quantised = 0;    // entries that moved to the body
+  std::int64_t requantised = 0;  // channels whose scale grew (channel_grow)
+  std::int64_t clipped = 0;      // values beyond a frozen scale (channel_static)
+};
+
+// One KV head of one layer. Plain storage; the invariants (equal lengths, positions unique) are the
+// operations' to keep. Scores stand beside the entries so that they move with them.
+struct head_store {
+  // Tail: [tail_size][head_dim] and [tail_size][value_dim]; FP16 bits, or FP32 in tail_format::fp32.
+  std::vector<half_bits> tail_k, tail_v;
+  std::vector<float> tail_k32, tail_v32;
+  std::vector<std::int32_t> tail_position;
+  std::vector<float> tail_score;
+  // Body: codes [body_size][head_dim], [body_size][value_dim]; one FP16 scalar per entry for K, V.
+  std::vector<std::int8_t> body_k, body_v;
+  std::vector<half_bits> body_k_scale, body_v_scale;
+  std::vector<std::int32_t> body_position;
+  std::vector<float> body_score;
+  // Channel scales, [head_dim] and [value_dim]; empty until calibrated.
+  std::vector<float> k_channel_scale, v_channel_scale;
+
+  int body_size() const { return static_cast<int>(body_position.size()); }
+  int tail_size() const { return static_cast<int>(tail_position.size()); }
+  int size() const { return body_size() + tail_size(); }
+  std::int32_t position(int entry) const {
+    return entry < body_size() ? body_position[static_cast<size_t>(entry)]
+                               : tail_position[static_cast<size_t>(entry - body_size())];
+  }
+  float score(int entry) const {
+    return entry < body_size() ? body_score[static_cast<size_t>(entry)]
+                               : tail_score[static_cast<size_t>(entry - body_size())];
+  }
+  void set_score(int entry, float value) {
+    (entry < body_size() ? body_score[static_cast<size_t>(entry)]
+                         : tail_score[static_cast<size_t>(entry - body_size())]) = value;
+  }
+};
+
+// A score that no observation has touched yet. Observed scores of sum and ema rules are >= 0.
+inline constexpr float unobserved_score = -1.0F;
+
+// Copying a cache is the snapshot, assigning it back the restore: state and events return exactly,
+// slot order included. Distinct layers may be worked on by distinct threads at the same time.
+class kv_cache {
+ public:
+  // Throws std::invalid_argument where a shape cannot be (heads not divisible, dims < 1 or > 256 ...).
+  kv_cache(cache_shape shape, storage_format format);
+
+  const cache_shape& shape() const { return shape_; }
+  const storage_format& format() const { return format_; }
+  head_store& head(int layer, int kv_head);
+  const head_store& head(int layer, int kv_head) const;
+
+  int entries(int layer, int kv_head) const { return head(layer, kv_head).size(); }
+  int max_entries(int layer) const;  // over the KV heads of the layer
+  std::vector<std::int32_t> positions(int layer, int kv_head) const;  // ascending
+
+  // Bytes stored for keys and values: payload by precision, per-entry scalars, channel tables
+  // (float32, counted from the first step wherever the format has one). Never nominal.
+  std::int64_t payload_bytes(int layer) const;
+  std::int64_t payload_bytes() const;
+  // Positions (int32) and one float score per entry. Reported apart from the payload.
+  std::int64_t state_bytes(int layer) const;
+  std::int64_t reserved_bytes() const;  // allocated for the payload, slack included
+  storage_events events() const;        // summed over layers
+  storage_events& events(int layer);    // a layer's own counters
+
+ private:
+  cache_shape shape_;
+  storage_format format_;
+  std::vector<head_store> heads_;       // [layers, kv_heads]
+  std::vector<storage_events> events_;  // [layers]
+};
+
+// Payload bytes that one (layer, KV head) takes with `tail` and `body` entries, tables included.
+std::int64_t payload_bytes(const cache_shape&, const storage_format&, std::int64_t tail,
+                           std::int64_t body);
+
+}  // namespace kvreplay::kernels

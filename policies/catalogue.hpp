@@ -1,0 +1,34 @@
+// The catalogue: every policy and modifier, each defined in one file beside this one, named as on
+// the command line.
+#pragma once
+
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "policies/params.hpp"
+#include "policies/policy.hpp"
+
+namespace kvreplay::policies {
+
+struct entry {
+  std::string_view name;
+  std::string_view kind;       // "policy", "modifier" or "precision"
+  std::string_view idea;       // two sentences
+  std::string_view source;     // paper, arXiv id, or "baseline"
+  std::string_view needs;      // in words, for the manual page
+  std::string_view deviations; // from the published code; may be empty
+  std::string_view example;    // one SPEC
+  // Declares and reads the parameters, writes the rules. The same call documents (params.hpp).
+  void (*apply)(param_reader& params, policy& out);
+};
+
+std::span<const entry> catalogue();
+const entry* find_entry(std::string_view name);
+
+// The manual page of one entry, or the list of all, as text. Pure functions; main prints.
+std::string manual_page(std::string_view name);  // throws spec_error for an unknown name
+std::string catalogue_table();
+
+}  // namespace kvreplay::policies

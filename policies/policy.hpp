@@ -1,0 +1,128 @@
+// A policy is data: a score rule, a budget rule, protection, a trigger, a precision. Nothing here
+// executes attention; kernels/ and replay/ carry out what these structs say.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace kvreplay::policies {
+
+// A SPEC that cannot be read: unknown name or key (with the nearest one), value out of range ...
+// The command line answers it with exit code 2.
+class spec_error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// What an entry is worth. position: newer is better (window, streaming, and `full`, which never
+// ranks). hash: random. sum: H2O. last: TOVA. ema: CONF-KV.
+enum class score_kind : std::uint8_t { position, hash, sum, last, ema };
+enum class group_reduce : std::uint8_t { mean, max, sum };
+enum class score_scope : std::uint8_t { head, layer };
+enum class mass_scale : std::uint8_t { log, max };
+// What fills the scores after the prompt: nothing, the sum over all prompt rows, the mean over the
+// last `obs` rows, the last row.
+enum class prompt_seed : std::uint8_t { none, column_sums, mean_of_last, last_row };
+
+struct score_rule {
+  score_kind kind = score_kind::position;
+  group_reduce gqa = group_reduce::mean;
+  score_scope scope = score_scope::head;
+  prompt_seed prompt = prompt_seed::none;
+  int obs = 32;          // rows of prompt_seed::mean_of_last
+  double decay = 0.97;   // ema
+  double recency = 0.05;
+  mass_scale mass = mass_scale::log;
+  std::uint64_t seed = 0;
+};
+
+enum class amount_unit : std::uint8_t { everything, entries, percent, bytes };
+struct amount {
+  amount_unit unit = amount_unit::everything;
+  double value = 0;
+  bool operator==(const amount&) const = default;
+};
+
+enum class gate_signal : std::uint8_t { signal, shuffled, random, constant, inverted };
+struct gate_rule {
+  double tau = 0.6;
+  bool tau_is_quantile = false;  // tau=q0.7: nearest-rank quantile of c(P-1 .. T-1), reads the future
+  double w_entropy = 0.4, w_margin = 0.3, w_top = 0.3;
+  double temperature = 1;
+  double smooth = 0;
+  int hold = 0;
+  int shrink = -1;  // entries that may leave per step; -1 = all
+  gate_signal gate = gate_signal::signal;
+  double p = 0.5;   // gate=random: tight with this probability
+  std::uint64_t seed = 0;
+  amount high, low;
+};
+
+struct pyramid_rule {
+  bool on = false;
+  double beta = 2, total = 1;
+  bool exact = true;
+};
+
+struct budget_rule {
+  amount single;          // ungated policies; everything = never evict
+  bool gated = false;
+  gate_rule gate;         // high and low replace `single`
+  pyramid_rule pyramid;
+  double scale = 1;       // --match-bytes: scaled budget = max(1, sinks + recent, floor(scale * B + 0.5))
+};
+
+struct protection_rule {
+  int sinks = 0;
+  int recent = 0;
+  double heavy = -1;  // h2o: recent = B - floor(heavy * B); < 0: `recent` counts
+};
+
+struct trigger_rule {
+  int every = 1;
+  bool prefill_only = false;
+};
+
+enum class body_kind : std::uint8_t { none, int8, int4 };
+enum class scale_kind : std::uint8_t { hybrid, token, channel, group };
+struct precision_rule {
+  body_kind body = body_kind::none;
+  int window = 128;
+  int sinks = 0;
+  scale_kind scales = scale_kind::hybrid;
+  bool channel_static = false;  // update=static; default grow
+  double margin = 1.25;
+};
+
+// What a policy reads beyond q, k, v. A trace offers or refuses by name.
+struct policy_needs {
+  bool confidence = false;    // `confidence` or `logits` at P-1 .. T-1
+  bool full_logits = false;   // temperature != 1
+  bool mass = false;          // attention its own cache produces (q)
+  std::int64_t prompt_rows = 0;  // last n prompt rows of q; -1: all of them
+  bool future = false;        // tau=qX, gate=shuffled
+  bool bytes_budget = false;
+};
+
+struct policy {
+  std::string name;       // "confkv-l"
+  std::string spec;       // as given
+  std::string resolved;   // score, budget, selection, trigger, precision, every parameter
+  std::string precision_name;  // "fp16", "int8" ...
+  std::vector<std::pair<std::string, std::string>> params;  // in catalogue order, as text
+  score_rule score;
+  budget_rule budget;
+  protection_rule protect;
+  trigger_rule trigger;
+  precision_rule precision;
+  policy_needs needs;
+};
+
+// Reads `name:key=value,key=value+modifier:key=value`. Throws spec_error.
+policy parse_policy(std::string_view spec);
+
+}  // namespace kvreplay::policies

@@ -1,0 +1,43 @@
+// config.json of a Hugging Face directory as one plain struct, in the spellings of transformers 4
+// and 5 (rope_theta / rope_scaling and rope_parameters, torch_dtype and dtype).
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace kvreplay::tracer {
+
+// A model directory that cannot be used: one line naming file and key or tensor, found, expected.
+class model_error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+struct rope_config {
+  double theta = 10000;
+  std::string scaling = "default";  // default | llama3
+  double factor = 1, low_freq_factor = 1, high_freq_factor = 4;
+  double original_max_position_embeddings = 0;
+  int dim = 0;  // rotated channels
+};
+
+struct model_config {
+  std::string architecture;  // model_type: "llama", "qwen2" ...
+  std::string name;          // the directory's name
+  int n_layers = 0, n_q_heads = 0, n_kv_heads = 0, head_dim = 0;
+  int hidden_size = 0, intermediate_size = 0, vocab_size = 0, max_position_embeddings = 0;
+  double norm_eps = 1e-6;
+  bool tied_embeddings = false, qkv_bias = false, o_bias = false, mlp_bias = false;
+  rope_config rope;
+  std::vector<int> window;  // [n_layers], 0 = global
+  std::string stored_dtype; // torch_dtype / dtype, as a note
+};
+
+// Throws model_error for unknown architectures, activations and RoPE scalings.
+model_config read_config(const std::string& directory);
+
+// Inverse frequencies, [dim / 2]; llama3 scaling as in transformers' modeling_rope_utils.
+std::vector<double> inverse_frequencies(const rope_config& rope);
+
+}  // namespace kvreplay::tracer

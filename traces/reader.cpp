@@ -1,0 +1,1 @@
+#include "traces/reader.hpp"
