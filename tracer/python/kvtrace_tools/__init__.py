@@ -1,0 +1,1 @@
+"""Tools around recording: model conversion and token files."""
