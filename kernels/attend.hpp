@@ -10,9 +10,9 @@
 
 namespace kvreplay::kernels {
 
-// How a step's probabilities become mass. mean, max, sum: over the query heads of a KV head's group.
-// layer_mean: over all query heads of the layer, the same row for every KV head (TOVA, scope=layer;
-// the heads then hold the same entries in the same slots).
+// How a step's probabilities become mass. mean, max, sum: over the query heads of a KV head's
+// group. layer_mean: over all query heads of the layer, the same row for every KV head (TOVA,
+// scope=layer; the heads then hold the same entries in the same slots).
 enum class mass_layout : std::uint8_t { none, mean, max, sum, layer_mean, per_query_head };
 
 struct attend_item {
@@ -21,8 +21,9 @@ struct attend_item {
   const float* q = nullptr;  // [q_heads, head_dim]
   float* o = nullptr;        // [q_heads, value_dim]
   float* lse = nullptr;      // [q_heads], natural log, learned sink included
-  // mean | max | sum | layer_mean: [kv_heads, mass_stride]; per_query_head: [q_heads, mass_stride]. Entry order as in kv_cache.hpp. mass_stride >= the
-  // largest entry count; what lies beyond a head's entries is not written.
+  // mean | max | sum | layer_mean: [kv_heads, mass_stride]; per_query_head: [q_heads, mass_stride].
+  // Entry order as in kv_cache.hpp. mass_stride >= the largest entry count; what lies beyond a
+  // head's entries is not written.
   float* mass = nullptr;
   std::int64_t mass_stride = 0;
   mass_layout layout = mass_layout::none;

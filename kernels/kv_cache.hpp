@@ -22,22 +22,22 @@ namespace kvreplay::kernels {
 enum class rope_pairing { none, half, interleaved };
 
 struct cache_shape {
-  int layers = 0;    // layers held by this cache; indices below are 0..layers-1
-  int q_heads = 0;   // a multiple of kv_heads
+  int layers = 0;   // layers held by this cache; indices below are 0..layers-1
+  int q_heads = 0;  // a multiple of kv_heads
   int kv_heads = 0;
   int head_dim = 0;  // channels of q and k
   int value_dim = 0;
   double softmax_scale = 1;
   rope_pairing rope = rope_pairing::none;
-  int rope_dim = 0;                // rotated channels, 0 = head_dim; the rest is paired with nothing
-  std::vector<int> window;         // [layers], the query included; 0 = global; empty = all global
+  int rope_dim = 0;         // rotated channels, 0 = head_dim; the rest is paired with nothing
+  std::vector<int> window;  // [layers], the query included; 0 = global; empty = all global
   std::vector<float> sink_logits;  // [layers, q_heads] or empty: learned logits in the denominator
   int group() const { return q_heads / kv_heads; }
   int window_of(int layer) const { return window.empty() ? 0 : window[static_cast<size_t>(layer)]; }
 };
 
-enum class tail_format : std::uint8_t { fp16, fp32 };          // fp32: for references only
-enum class body_format : std::uint8_t { none, int8, int4 };    // int4: not stored by any back end yet
+enum class tail_format : std::uint8_t { fp16, fp32 };        // fp32: for references only
+enum class body_format : std::uint8_t { none, int8, int4 };  // int4: not stored by any back end yet
 // hybrid: channel scale x FP16 scalar per token; token: the same with a channel table of ones;
 // channel_grow / channel_static: one FP32 scale per channel, no token scalar (KERNELS, section 2);
 // group: groups of 64 entries in order of ageing.
@@ -47,8 +47,8 @@ struct storage_format {
   tail_format tail = tail_format::fp16;
   body_format body = body_format::none;
   scale_format scales = scale_format::hybrid;
-  int tail_window = 128;      // W: after step t an entry is in the tail iff position > t - W ...
-  int tail_sinks = 0;         // ... or position < tail_sinks
+  int tail_window = 128;        // W: after step t an entry is in the tail iff position > t - W ...
+  int tail_sinks = 0;           // ... or position < tail_sinks
   float static_margin = 1.25F;  // channel_static: scale = margin * absmax / 127
   bool operator==(const storage_format&) const = default;
 };
@@ -63,7 +63,8 @@ struct storage_events {
 // One KV head of one layer. Plain storage; the invariants (equal lengths, positions unique) are the
 // operations' to keep. Scores stand beside the entries so that they move with them.
 struct head_store {
-  // Tail: [tail_size][head_dim] and [tail_size][value_dim]; FP16 bits, or FP32 in tail_format::fp32.
+  // Tail: [tail_size][head_dim] and [tail_size][value_dim]; FP16 bits, or FP32 in
+  // tail_format::fp32.
   std::vector<half_bits> tail_k, tail_v;
   std::vector<float> tail_k32, tail_v32;
   std::vector<std::int32_t> tail_position;
@@ -100,7 +101,8 @@ inline constexpr float unobserved_score = -1.0F;
 // slot order included. Distinct layers may be worked on by distinct threads at the same time.
 class kv_cache {
  public:
-  // Throws std::invalid_argument where a shape cannot be (heads not divisible, dims < 1 or > 256 ...).
+  // Throws std::invalid_argument where a shape cannot be (heads not divisible, dims < 1 or > 256
+  // ...).
   kv_cache(cache_shape shape, storage_format format);
 
   const cache_shape& shape() const { return shape_; }

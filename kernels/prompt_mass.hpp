@@ -20,8 +20,8 @@ struct prompt_rows {
 };
 
 // Sum over the prompt's rows of the group's reduced mass: out [kv_heads, n_prompt]. Reduced over
-// the query heads of each row first (mean | max | sum | layer_mean), then over rows, in double. Needs
-// first_row = 0. Memory is linear in n_prompt.
+// the query heads of each row first (mean | max | sum | layer_mean), then over rows, in double.
+// Needs first_row = 0. Memory is linear in n_prompt.
 void column_sums(const cache_shape& shape, int layer, const prompt_rows& rows, mass_layout reduce,
                  std::vector<float>& out);
 

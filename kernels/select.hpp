@@ -18,16 +18,16 @@ enum class rank_rule : std::uint8_t { position, hash, score, ema_log, ema_max };
 struct select_item {
   kv_cache* cache = nullptr;
   int layer = 0;
-  int model_layer = 0;              // the layer's number in the model: enters the hash
-  std::int32_t step = 0;            // t, the newest position
-  const int* budget = nullptr;      // [kv_heads] entries that may stay, >= 1
-  int sinks = 0;                    // positions 0 .. sinks-1 are protected, then
-  int recent = 0;                   // positions > t - recent, the newest first
+  int model_layer = 0;          // the layer's number in the model: enters the hash
+  std::int32_t step = 0;        // t, the newest position
+  const int* budget = nullptr;  // [kv_heads] entries that may stay, >= 1
+  int sinks = 0;                // positions 0 .. sinks-1 are protected, then
+  int recent = 0;               // positions > t - recent, the newest first
   rank_rule rule = rank_rule::position;
   float recency = 0;
   std::uint64_t seed = 0;
-  bool one_set = false;             // scope=layer: scores are equal in all KV heads already
-                                    // (mass_layout::layer_mean); the hash leaves the head out
+  bool one_set = false;  // scope=layer: scores are equal in all KV heads already
+                         // (mass_layout::layer_mean); the hash leaves the head out
 };
 
 struct select_result {

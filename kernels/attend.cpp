@@ -1,0 +1,295 @@
+#include "kernels/attend.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <vector>
+
+#include "kernels/numerics.hpp"
+
+namespace kvreplay::kernels {
+namespace {
+
+constexpr int block_rows = 32;  // rows converted to float at once, shared by the heads of a group
+
+struct scratch_space {
+  std::vector<float> q,
+      q_folded;  // [group, head_dim]: times the softmax scale; times the channel scales
+  std::vector<float> scores;   // [group, entries], then the probabilities
+  std::vector<float> weights;  // [group, entries] of one tier: what V rows are multiplied by
+  std::vector<float> rows;     // [block_rows, channels]
+};
+
+inline float to_float(half_bits x) { return half_to_float(x); }
+inline float to_float(std::int8_t x) { return static_cast<float>(x); }
+
+// `count` values as floats, in `buffer` where they are stored narrower.
+template <class T>
+const float* as_floats(const T* values, std::int64_t count, std::vector<float>& buffer) {
+  float* out = buffer.data();
+  for (std::int64_t i = 0; i < count; ++i) out[i] = to_float(values[i]);
+  return out;
+}
+
+const float* as_floats(const float* values, std::int64_t, std::vector<float>&) { return values; }
+
+// scores[g, i] = q[g] . k[i], times the FP16 scalar of entry i where there is one.
+//   q [group, dim], k [n, dim], scores [group] rows of `stride`
+template <class T>
+void score_rows(const float* q, int group, int dim, const T* k, const half_bits* scale, int n,
+                float* scores, std::int64_t stride, std::vector<float>& buffer) {
+  for (int begin = 0; begin < n; begin += block_rows) {
+    const int rows = std::min(block_rows, n - begin);
+    const float* block = as_floats(k + std::int64_t{begin} * dim, std::int64_t{rows} * dim, buffer);
+    for (int g = 0; g < group; ++g) {
+      float* out = scores + g * stride + begin;
+      for (int i = 0; i < rows; ++i) {
+        out[i] = dot(q + std::int64_t{g} * dim, block + std::int64_t{i} * dim, dim);
+      }
+      if (scale == nullptr) continue;
+      for (int i = 0; i < rows; ++i) out[i] *= half_to_float(scale[begin + i]);
+    }
+  }
+}
+
+// o[g] += sum over i of p[g, i] v[i].
+//   p [group] rows of `stride`, v [n, dim], o [group, dim]
+template <class T>
+void add_values(const float* p, std::int64_t stride, int group, int dim, const T* v, int n,
+                float* o, std::vector<float>& buffer) {
+  for (int begin = 0; begin < n; begin += block_rows) {
+    const int rows = std::min(block_rows, n - begin);
+    const float* block = as_floats(v + std::int64_t{begin} * dim, std::int64_t{rows} * dim, buffer);
+    for (int g = 0; g < group; ++g) {
+      const float* weight = p + g * stride + begin;
+      float* out = o + std::int64_t{g} * dim;
+      int i = 0;
+      for (; i + 4 <= rows; i += 4) {  // four rows for each load and store of the output
+        const float* r0 = block + std::int64_t{i} * dim;
+        const float *r1 = r0 + dim, *r2 = r1 + dim, *r3 = r2 + dim;
+        const float w0 = weight[i], w1 = weight[i + 1], w2 = weight[i + 2], w3 = weight[i + 3];
+        for (int c = 0; c < dim; ++c) {
+          out[c] += (w0 * r0[c] + w1 * r1[c]) + (w2 * r2[c] + w3 * r3[c]);
+        }
+      }
+      for (; i < rows; ++i) {
+        const float* r = block + std::int64_t{i} * dim;
+        for (int c = 0; c < dim; ++c) out[c] += weight[i] * r[c];
+      }
+    }
+  }
+}
+
+// One KV head of one item: what the loops need, as plain pointers.
+struct head_work {
+  const head_store* store;
+  bool half_tail;
+  int group, head_dim, value_dim;
+  float softmax_scale;
+  const float* q;     // [group, head_dim]
+  const float* sink;  // [group] or null
+  float* o;           // [group, value_dim]
+  float* lse;         // [group]
+};
+
+const float* none_if_empty(const std::vector<float>& table) {
+  return table.empty() ? nullptr : table.data();
+}
+const half_bits* none_if_empty(const std::vector<half_bits>& table) {
+  return table.empty() ? nullptr : table.data();
+}
+
+void fold_query(const head_work& w, scratch_space& s) {
+  const std::int64_t count = std::int64_t{w.group} * w.head_dim;
+  s.q.resize(static_cast<std::size_t>(count));
+  for (std::int64_t i = 0; i < count; ++i) {
+    s.q[static_cast<std::size_t>(i)] = w.q[i] * w.softmax_scale;
+  }
+  s.q_folded = s.q;
+  const float* channel = none_if_empty(w.store->k_channel_scale);
+  if (channel == nullptr) return;
+  for (int g = 0; g < w.group; ++g) {
+    float* row = s.q_folded.data() + std::int64_t{g} * w.head_dim;
+    for (int c = 0; c < w.head_dim; ++c) row[c] *= channel[c];
+  }
+}
+
+void score_entries(const head_work& w, scratch_space& s) {
+  const head_store& store = *w.store;
+  const int body = store.body_size(), tail = store.tail_size();
+  const std::int64_t n = store.size();
+  fold_query(w, s);
+  s.scores.resize(static_cast<std::size_t>(w.group * n));
+  if (body > 0) {
+    score_rows(s.q_folded.data(), w.group, w.head_dim, store.body_k.data(),
+               none_if_empty(store.body_k_scale), body, s.scores.data(), n, s.rows);
+  }
+  float* tail_scores = s.scores.data() + body;
+  if (tail > 0 && w.half_tail) {
+    score_rows(s.q.data(), w.group, w.head_dim, store.tail_k.data(), nullptr, tail, tail_scores, n,
+               s.rows);
+  } else if (tail > 0) {
+    score_rows(s.q.data(), w.group, w.head_dim, store.tail_k32.data(), nullptr, tail, tail_scores,
+               n, s.rows);
+  }
+}
+
+// The body's part of o: token scalars go into the probabilities, channel scales into the sum.
+void sum_body(const head_work& w, scratch_space& s) {
+  const head_store& store = *w.store;
+  const int body = store.body_size();
+  const std::int64_t n = store.size();
+  const float* weights = s.scores.data();
+  if (const half_bits* scale = none_if_empty(store.body_v_scale); scale != nullptr) {
+    s.weights.resize(static_cast<std::size_t>(w.group * n));
+    for (int g = 0; g < w.group; ++g) {
+      const float* p = s.scores.data() + g * n;
+      float* out = s.weights.data() + g * n;
+      for (int i = 0; i < body; ++i) out[i] = p[i] * half_to_float(scale[i]);
+    }
+    weights = s.weights.data();
+  }
+  add_values(weights, n, w.group, w.value_dim, store.body_v.data(), body, w.o, s.rows);
+  const float* channel = none_if_empty(store.v_channel_scale);
+  if (channel == nullptr) return;
+  for (int g = 0; g < w.group; ++g) {
+    float* out = w.o + std::int64_t{g} * w.value_dim;
+    for (int c = 0; c < w.value_dim; ++c) out[c] *= channel[c];
+  }
+}
+
+// Leaves the probabilities [group, entries] in s.scores.
+void attend_head(const head_work& w, scratch_space& s) {
+  const head_store& store = *w.store;
+  const std::int64_t n = store.size();
+  std::fill_n(w.o, std::int64_t{w.group} * w.value_dim, 0.0F);
+  score_entries(w, s);
+  for (int g = 0; g < w.group; ++g) {
+    w.lse[g] = softmax_row(s.scores.data() + g * n, n, w.sink == nullptr ? nullptr : w.sink + g);
+  }
+  if (store.body_size() > 0) sum_body(w, s);
+  if (store.tail_size() == 0) return;
+  const float* p = s.scores.data() + store.body_size();
+  if (w.half_tail) {
+    add_values(p, n, w.group, w.value_dim, store.tail_v.data(), store.tail_size(), w.o, s.rows);
+  } else {
+    add_values(p, n, w.group, w.value_dim, store.tail_v32.data(), store.tail_size(), w.o, s.rows);
+  }
+}
+
+// out[i] over the rows of p [rows, n]: sum or max.
+void reduce_rows(const float* p, int rows, std::int64_t n, bool largest, float* out) {
+  std::copy_n(p, n, out);
+  for (int g = 1; g < rows; ++g) {
+    const float* row = p + g * n;
+    if (largest) {
+      for (std::int64_t i = 0; i < n; ++i) out[i] = out[i] < row[i] ? row[i] : out[i];
+    } else {
+      for (std::int64_t i = 0; i < n; ++i) out[i] += row[i];
+    }
+  }
+}
+
+void scale_row(float* row, std::int64_t n, float factor) {
+  for (std::int64_t i = 0; i < n; ++i) row[i] *= factor;
+}
+
+// Writes or adds what KV head `h` contributes; p [group, n].
+void store_mass(const attend_item& item, int h, int group, std::int64_t n, const float* p) {
+  float* row = item.mass + h * item.mass_stride;
+  switch (item.layout) {
+    case mass_layout::none:
+      return;
+    case mass_layout::per_query_head:
+      for (int g = 0; g < group; ++g) {
+        std::copy_n(p + g * n, n, item.mass + (std::int64_t{h} * group + g) * item.mass_stride);
+      }
+      return;
+    case mass_layout::mean:
+    case mass_layout::sum:
+    case mass_layout::max:
+      reduce_rows(p, group, n, item.layout == mass_layout::max, row);
+      if (item.layout == mass_layout::mean) scale_row(row, n, 1.0F / static_cast<float>(group));
+      return;
+    case mass_layout::layer_mean:
+      reduce_rows(p, group, n, false, row);
+      return;
+  }
+}
+
+// Every KV head's row holds its group's sum: all become the mean over the layer's query heads.
+void spread_layer_mean(const attend_item& item, std::int64_t n) {
+  const cache_shape& shape = item.cache->shape();
+  for (int h = 1; h < shape.kv_heads; ++h) {
+    const float* row = item.mass + h * item.mass_stride;
+    for (std::int64_t i = 0; i < n; ++i) item.mass[i] += row[i];
+  }
+  scale_row(item.mass, n, 1.0F / static_cast<float>(shape.q_heads));
+  for (int h = 1; h < shape.kv_heads; ++h) {
+    std::copy_n(item.mass, n, item.mass + h * item.mass_stride);
+  }
+}
+
+void check_item(const attend_item& item) {
+  if (item.cache == nullptr || item.q == nullptr || item.o == nullptr || item.lse == nullptr) {
+    throw std::invalid_argument("attend: an item has no cache, q, o or lse");
+  }
+  const kv_cache& cache = *item.cache;
+  const int most = cache.max_entries(item.layer);
+  if (item.layout == mass_layout::none) return;
+  if (item.mass == nullptr || item.mass_stride < most) {
+    throw std::invalid_argument(
+        fmt::format("attend: layer {}: mass is {}, its stride {}, expected at least {}", item.layer,
+                    item.mass == nullptr ? "null" : "given", item.mass_stride, most));
+  }
+  if (item.layout != mass_layout::layer_mean) return;
+  for (int h = 0; h < cache.shape().kv_heads; ++h) {
+    if (cache.entries(item.layer, h) == most) continue;
+    throw std::invalid_argument(fmt::format(
+        "attend: layer {}: layer_mean over heads that hold {} and {} entries, expected one set",
+        item.layer, cache.entries(item.layer, h), most));
+  }
+}
+
+void attend_item_heads(const attend_item& item, scratch_space& scratch) {
+  const kv_cache& cache = *item.cache;
+  const cache_shape& shape = cache.shape();
+  const int group = shape.group();
+  scratch.rows.resize(static_cast<std::size_t>(block_rows) *
+                      static_cast<std::size_t>(std::max(shape.head_dim, shape.value_dim)));
+  for (int h = 0; h < shape.kv_heads; ++h) {
+    const std::int64_t first = std::int64_t{h} * group;  // query head
+    const float* sink = shape.sink_logits.empty()
+                            ? nullptr
+                            : shape.sink_logits.data() + std::int64_t{item.layer} * shape.q_heads;
+    const head_work work{.store = &cache.head(item.layer, h),
+                         .half_tail = cache.format().tail == tail_format::fp16,
+                         .group = group,
+                         .head_dim = shape.head_dim,
+                         .value_dim = shape.value_dim,
+                         .softmax_scale = static_cast<float>(shape.softmax_scale),
+                         .q = item.q + first * shape.head_dim,
+                         .sink = sink == nullptr ? nullptr : sink + first,
+                         .o = item.o + first * shape.value_dim,
+                         .lse = item.lse + first};
+    attend_head(work, scratch);
+    store_mass(item, h, group, work.store->size(), scratch.scores.data());
+  }
+  if (item.layout == mass_layout::layer_mean) {
+    spread_layer_mean(item, cache.max_entries(item.layer));
+  }
+}
+
+}  // namespace
+
+void attend(std::span<const attend_item> items) {
+  scratch_space scratch;
+  for (const attend_item& item : items) {
+    check_item(item);
+    attend_item_heads(item, scratch);
+  }
+}
+
+}  // namespace kvreplay::kernels

@@ -1,0 +1,108 @@
+// Small loops that several operations share, written so that the compiler vectorises them at any
+// instruction set: fixed lanes, no branch on data. Lane counts are part of the result's bits, so a
+// sum is the same in every build.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+
+namespace kvreplay::kernels {
+
+// Where maxima start: finite, so that no (-inf) - (-inf) can arise.
+inline constexpr float very_negative = -3e38F;
+
+// Round to nearest, ties to even, for |x| < 2^22: adding 1.5 * 2^23 leaves the integer in the low
+// mantissa bits.
+inline float round_even(float x) {
+  constexpr float magic = 12582912.0F;
+  return (x + magic) - magic;
+}
+
+// e^x within about 2e-7 relative; exactly 0 below -87, where the result would leave the normal
+// range. x = n ln 2 + r with |r| <= ln 2 / 2, then the Taylor series of e^r to degree 7 (its
+// remainder is below 1e-8).
+inline float exp_float(float x) {
+  const float low = x < -87.0F ? -87.0F : x;
+  const float clamped = low > 88.0F ? 88.0F : low;
+  const float n = round_even(clamped * 1.44269504F);
+  const float r = (clamped - n * 0.693359375F) + n * 2.12194440e-4F;  // ln 2 in two parts
+  float p = 1.0F / 5040;
+  p = p * r + 1.0F / 720;
+  p = p * r + 1.0F / 120;
+  p = p * r + 1.0F / 24;
+  p = p * r + 1.0F / 6;
+  p = p * r + 0.5F;
+  p = p * r + 1.0F;
+  p = p * r + 1.0F;
+  const std::int32_t exponent = (static_cast<std::int32_t>(n) + 127) << 23;
+  return x < -87.0F ? 0.0F : p * std::bit_cast<float>(exponent);
+}
+
+// Sum of a[i] b[i], i < n.
+inline float dot(const float* a, const float* b, int n) {
+  constexpr int lanes = 16;
+  float sum[lanes] = {};
+  int i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    for (int j = 0; j < lanes; ++j) sum[j] += a[i + j] * b[i + j];
+  }
+  for (int j = 0; i < n; ++i, ++j) sum[j] += a[i] * b[i];
+  for (int width = lanes / 2; width > 0; width /= 2) {
+    for (int j = 0; j < width; ++j) sum[j] += sum[j + width];
+  }
+  return sum[0];
+}
+
+// The largest of x[0..n), at least very_negative.
+inline float row_max(const float* x, std::int64_t n) {
+  constexpr int lanes = 16;
+  float best[lanes];
+  for (float& b : best) b = very_negative;
+  std::int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    for (int j = 0; j < lanes; ++j) best[j] = best[j] < x[i + j] ? x[i + j] : best[j];
+  }
+  for (int j = 0; i < n; ++i, ++j) best[j] = best[j] < x[i] ? x[i] : best[j];
+  float result = best[0];
+  for (const float b : best) result = result < b ? b : result;
+  return result;
+}
+
+// Sum of x[0..n) in double.
+inline double row_sum(const float* x, std::int64_t n) {
+  constexpr int lanes = 8;
+  double sum[lanes] = {};
+  std::int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    for (int j = 0; j < lanes; ++j) sum[j] += static_cast<double>(x[i + j]);
+  }
+  for (int j = 0; i < n; ++i, ++j) sum[j] += static_cast<double>(x[i]);
+  for (int j = 1; j < lanes; ++j) sum[0] += sum[j];
+  return sum[0];
+}
+
+// x[i] = e^(x[i] - shift); returns their sum in double.
+inline double exp_row(float* x, std::int64_t n, float shift) {
+  for (std::int64_t i = 0; i < n; ++i) x[i] = exp_float(x[i] - shift);
+  return row_sum(x, n);
+}
+
+// Turns n scores into probabilities in place and returns ln of the sum of exponentials; `sink`
+// (may be null) is one more score that takes part in the sum alone. n = 0: the sink, or -inf.
+inline float softmax_row(float* scores, std::int64_t n, const float* sink) {
+  float top = row_max(scores, n);
+  if (sink != nullptr && *sink > top) top = *sink;
+  double sum = exp_row(scores, n, top);
+  if (sink != nullptr) sum += std::exp(static_cast<double>(*sink) - static_cast<double>(top));
+  const float inverse = sum > 0 ? static_cast<float>(1.0 / sum) : 0.0F;
+  for (std::int64_t i = 0; i < n; ++i) scores[i] *= inverse;
+  return static_cast<float>(static_cast<double>(top) + std::log(sum));
+}
+
+// True where a float is NaN or infinite, as 0 or 1 for reductions that vectorise.
+inline std::uint32_t is_not_finite(float x) {
+  return (std::bit_cast<std::uint32_t>(x) & 0x7f800000u) == 0x7f800000u ? 1u : 0u;
+}
+
+}  // namespace kvreplay::kernels

@@ -1,0 +1,316 @@
+#include "kernels/quantise.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <string_view>
+
+#include "kernels/numerics.hpp"
+#include "kernels/select.hpp"
+
+namespace kvreplay::kernels {
+namespace {
+
+constexpr std::int64_t least_calibration_rows = 64;
+constexpr float largest_code = 127.0F;
+constexpr half_bits smallest_token_scale = 0x0400;  // 2^-14: the smallest normal value
+
+bool per_token(scale_format s) { return s == scale_format::hybrid || s == scale_format::token; }
+
+std::int8_t to_code(float quotient) {
+  const float bounded = std::min(std::max(quotient, -largest_code), largest_code);
+  return static_cast<std::int8_t>(round_even(bounded));
+}
+
+// The largest magnitude of every channel, or of every rotary pair of keys (its Euclidean norm,
+// which the rotation leaves alone), over the rows seen.
+class channel_range {
+ public:
+  channel_range(int dim, rope_pairing pairing, int rotated)
+      : dim_(dim), pairing_(pairing), rotated_(rotated), top_(static_cast<std::size_t>(dim)) {}
+
+  void add(const float* x) {
+    const int half = rotated_ / 2;
+    const int paired = pairing_ == rope_pairing::none ? 0 : rotated_;
+    for (int p = 0; p < paired / 2; ++p) {
+      const int a = pairing_ == rope_pairing::half ? p : 2 * p;
+      const int b = pairing_ == rope_pairing::half ? p + half : 2 * p + 1;
+      const double xa = static_cast<double>(x[a]), xb = static_cast<double>(x[b]);
+      const auto norm = static_cast<float>(std::sqrt(xa * xa + xb * xb));
+      raise(a, norm);
+      raise(b, norm);
+    }
+    for (int c = paired; c < dim_; ++c) raise(c, std::fabs(x[c]));
+  }
+
+  const std::vector<float>& top() const { return top_; }
+
+ private:
+  void raise(int c, float value) {
+    float& t = top_[static_cast<std::size_t>(c)];
+    t = t < value ? value : t;
+  }
+  int dim_;
+  rope_pairing pairing_;
+  int rotated_;
+  std::vector<float> top_;
+};
+
+channel_range key_range(const kv_cache& cache) {
+  const cache_shape& shape = cache.shape();
+  const bool pairs = cache.format().scales == scale_format::hybrid;
+  return {shape.head_dim, pairs ? shape.rope : rope_pairing::none,
+          shape.rope_dim == 0 ? shape.head_dim : shape.rope_dim};
+}
+
+channel_range value_range(const kv_cache& cache) {
+  return {cache.shape().value_dim, rope_pairing::none, 0};
+}
+
+// A scale whose 127 steps reach `magnitude`: rounded up, so that it does not clip what it covers.
+float reaching(float magnitude) {
+  const float scale = magnitude / largest_code;
+  const bool short_of = static_cast<double>(scale) * 127.0 < static_cast<double>(magnitude);
+  return short_of ? std::nextafter(scale, INFINITY) : scale;
+}
+
+std::vector<float> channel_scales(const std::vector<float>& top, const storage_format& format) {
+  std::vector<float> scales = top;
+  if (format.scales != scale_format::hybrid) {
+    const float margin =
+        format.scales == scale_format::channel_static ? format.static_margin : 1.0F;
+    for (float& s : scales) s = reaching(s * margin);
+    return scales;
+  }
+  const float largest = *std::max_element(top.begin(), top.end());
+  for (float& s : scales) s = largest == 0 ? 1.0F : std::max(s, 0x1p-12F * largest);
+  return scales;
+}
+
+bool needs_table(const kv_cache& cache) {
+  return cache.format().body != body_format::none && cache.format().scales != scale_format::token;
+}
+
+void check_finite(const float* row, int n, int layer, int head, std::int64_t position,
+                  std::string_view what) {
+  std::uint32_t bad = 0;
+  for (int c = 0; c < n; ++c) bad |= is_not_finite(row[c]);
+  if (bad == 0) return;
+  const float* at = std::find_if(row, row + n, [](float x) { return is_not_finite(x) != 0; });
+  throw std::domain_error(
+      fmt::format("quantise: layer {}, head {}, position {}: {} channel {} is {}", layer, head,
+                  position, what, at - row, *at));
+}
+
+// The rows of one kind (K or V) of one head, as the loops below see them.
+struct rows_view {
+  const std::vector<half_bits>& half;
+  const std::vector<float>& full;
+  int dim;
+  void load(std::int64_t slot, std::vector<float>& out) const {
+    out.resize(static_cast<std::size_t>(dim));
+    const std::int64_t at = slot * dim;
+    if (half.empty()) {
+      std::copy_n(full.begin() + at, dim, out.begin());
+      return;
+    }
+    const half_bits* row = half.data() + at;
+    for (int c = 0; c < dim; ++c) out[static_cast<std::size_t>(c)] = half_to_float(row[c]);
+  }
+};
+
+rows_view tail_keys(const kv_cache& cache, const head_store& s) {
+  return {s.tail_k, s.tail_k32, cache.shape().head_dim};
+}
+rows_view tail_values(const kv_cache& cache, const head_store& s) {
+  return {s.tail_v, s.tail_v32, cache.shape().value_dim};
+}
+
+// First age-out of a short prompt: the tables come from all entries held.
+void calibrate_on_held(kv_cache& cache, head_store& store) {
+  channel_range keys = key_range(cache), values = value_range(cache);
+  const rows_view k = tail_keys(cache, store), v = tail_values(cache, store);
+  std::vector<float> row;
+  for (int slot = 0; slot < store.tail_size(); ++slot) {
+    k.load(slot, row);
+    keys.add(row.data());
+    v.load(slot, row);
+    values.add(row.data());
+  }
+  store.k_channel_scale = channel_scales(keys.top(), cache.format());
+  store.v_channel_scale = channel_scales(values.top(), cache.format());
+}
+
+// Codes of a row under channel scales (null: ones) and its own scalar, which is returned.
+//   x [n] is divided by the channel scales in place
+half_bits quantise_token(float* x, int n, const float* channel, std::int8_t* codes) {
+  if (channel != nullptr) {
+    for (int c = 0; c < n; ++c) x[c] /= channel[c];
+  }
+  float largest = 0;
+  for (int c = 0; c < n; ++c) largest = std::max(largest, std::fabs(x[c]));
+  const half_bits scale = token_scale(largest);
+  const float step = half_to_float(scale);
+  for (int c = 0; c < n; ++c) codes[c] = to_code(x[c] / step);
+  return scale;
+}
+
+// channel_grow: a value beyond channel c's scale raises it and rewrites the channel's codes.
+//   codes [rows, n], the rows quantised so far
+void grow_channel(float value, float& scale, std::int8_t* codes, std::int64_t rows, int n) {
+  const float grown =
+      std::max(1.5F * (std::fabs(value) / largest_code), std::numeric_limits<float>::min());
+  for (std::int64_t r = 0; r < rows; ++r) {
+    codes[r * n] = to_code(static_cast<float>(codes[r * n]) * scale / grown);
+  }
+  scale = grown;
+}
+
+// Codes of the row after `rows` earlier ones under per-channel scales.
+//   x [n], scales [n], codes [rows + 1, n]
+void quantise_channels(const float* x, int n, float* scales, std::int8_t* codes, std::int64_t rows,
+                       bool grow, storage_events& events) {
+  std::int8_t* out = codes + rows * n;
+  for (int c = 0; c < n; ++c) {
+    const double reach = 127.0 * static_cast<double>(scales[c]);
+    if (std::fabs(static_cast<double>(x[c])) > reach) {
+      if (grow) {
+        grow_channel(x[c], scales[c], codes + c, rows, n);
+        ++events.requantised;
+      } else {
+        ++events.clipped;
+      }
+    }
+    // A channel that calibration saw as all zero has scale 0: what it clips becomes 0.
+    out[c] = scales[c] > 0 ? to_code(x[c] / scales[c]) : std::int8_t{0};
+  }
+}
+
+// Appends one row of K or V to the body.
+void push_row(float* x, int n, const storage_format& format, std::vector<float>& channel,
+              std::vector<std::int8_t>& codes, std::vector<half_bits>& scales,
+              storage_events& events) {
+  const std::size_t at = codes.size();
+  codes.resize(at + static_cast<std::size_t>(n));
+  if (per_token(format.scales)) {
+    scales.push_back(
+        quantise_token(x, n, channel.empty() ? nullptr : channel.data(), codes.data() + at));
+  } else {
+    quantise_channels(x, n, channel.data(), codes.data(), static_cast<std::int64_t>(at) / n,
+                      format.scales == scale_format::channel_grow, events);
+  }
+}
+
+// Slots of the tail whose time has come, oldest first.
+std::vector<int> aged_slots(const head_store& store, const storage_format& format,
+                            std::int32_t step) {
+  const std::int64_t newest = std::int64_t{step} - format.tail_window;
+  std::vector<int> slots;
+  for (int i = 0; i < store.tail_size(); ++i) {
+    const std::int32_t p = store.tail_position[static_cast<std::size_t>(i)];
+    if (p <= newest && p >= format.tail_sinks) slots.push_back(i);
+  }
+  std::sort(slots.begin(), slots.end(), [&](int a, int b) {
+    return store.tail_position[static_cast<std::size_t>(a)] <
+           store.tail_position[static_cast<std::size_t>(b)];
+  });
+  return slots;
+}
+
+// Moves the given tail slots of one head to the body.
+void age_head(kv_cache& cache, int layer, int head, const std::vector<int>& slots) {
+  head_store& store = cache.head(layer, head);
+  const rows_view k = tail_keys(cache, store), v = tail_values(cache, store);
+  storage_events& events = cache.events(layer);
+  std::vector<std::uint8_t> stays(static_cast<std::size_t>(store.tail_size()), 1);
+  std::vector<float> row;
+  for (const int slot : slots) {
+    const auto at = static_cast<std::size_t>(slot);
+    const std::int32_t position = store.tail_position[at];
+    k.load(slot, row);
+    push_row(row.data(), k.dim, cache.format(), store.k_channel_scale, store.body_k,
+             store.body_k_scale, events);
+    v.load(slot, row);
+    push_row(row.data(), v.dim, cache.format(), store.v_channel_scale, store.body_v,
+             store.body_v_scale, events);
+    if (per_token(cache.format().scales) &&
+        !(is_finite_half(store.body_k_scale.back()) && is_finite_half(store.body_v_scale.back()))) {
+      throw std::domain_error(
+          fmt::format("quantise: layer {}, head {}, position {}: the row is too large for a "
+                      "float16 scalar over the calibrated channel scales",
+                      layer, head, position));
+    }
+    store.body_position.push_back(position);
+    store.body_score.push_back(store.tail_score[at]);
+    stays[at] = 0;
+  }
+  events.quantised += static_cast<std::int64_t>(slots.size());
+  // The body's new entries come before the tail in entry order, and all of them stay.
+  stays.insert(stays.begin(), static_cast<std::size_t>(store.body_size()), 1);
+  compact(cache, layer, head, stays);
+}
+
+// Tail rows are finite since append; this guards what is written once and never checked again.
+void check_tail(const kv_cache& cache, int layer, int head) {
+  const head_store& store = cache.head(layer, head);
+  const rows_view k = tail_keys(cache, store), v = tail_values(cache, store);
+  std::vector<float> row;
+  for (int slot = 0; slot < store.tail_size(); ++slot) {
+    const std::int32_t position = store.tail_position[static_cast<std::size_t>(slot)];
+    k.load(slot, row);
+    check_finite(row.data(), k.dim, layer, head, position, "k");
+    v.load(slot, row);
+    check_finite(row.data(), v.dim, layer, head, position, "v");
+  }
+}
+
+}  // namespace
+
+half_bits token_scale(float absmax) {
+  half_bits scale = float_to_half(absmax / largest_code);
+  const double reach = 127.0 * static_cast<double>(half_to_float(scale));
+  if (reach < static_cast<double>(absmax)) ++scale;
+  return std::max(scale, smallest_token_scale);  // positive values order like their bits
+}
+
+void calibrate(kv_cache& cache, int layer, const float* k, const float* v, std::int64_t rows) {
+  if (!needs_table(cache) || rows < least_calibration_rows) return;
+  if (k == nullptr || v == nullptr) throw std::invalid_argument("calibrate: no k or no v");
+  const cache_shape& shape = cache.shape();
+  for (int h = 0; h < shape.kv_heads; ++h) {
+    head_store& store = cache.head(layer, h);
+    if (store.body_size() > 0) {
+      throw std::invalid_argument(
+          fmt::format("calibrate: layer {}, head {}: {} entries are quantised already", layer, h,
+                      store.body_size()));
+    }
+    channel_range keys = key_range(cache), values = value_range(cache);
+    for (std::int64_t r = 0; r < rows; ++r) {
+      const float* key = k + (r * shape.kv_heads + h) * shape.head_dim;
+      const float* value = v + (r * shape.kv_heads + h) * shape.value_dim;
+      check_finite(key, shape.head_dim, layer, h, r, "k");
+      check_finite(value, shape.value_dim, layer, h, r, "v");
+      keys.add(key);
+      values.add(value);
+    }
+    store.k_channel_scale = channel_scales(keys.top(), cache.format());
+    store.v_channel_scale = channel_scales(values.top(), cache.format());
+  }
+}
+
+void age(kv_cache& cache, int layer, std::int32_t step) {
+  if (cache.format().body == body_format::none) return;
+  for (int h = 0; h < cache.shape().kv_heads; ++h) {
+    head_store& store = cache.head(layer, h);
+    const std::vector<int> slots = aged_slots(store, cache.format(), step);
+    if (slots.empty()) continue;
+    check_tail(cache, layer, h);
+    if (needs_table(cache) && store.k_channel_scale.empty()) calibrate_on_held(cache, store);
+    age_head(cache, layer, h, slots);
+  }
+}
+
+}  // namespace kvreplay::kernels
