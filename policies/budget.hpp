@@ -12,8 +12,8 @@ namespace kvreplay::policies {
 // The model as budgets see it. Layers are the model's, also where a trace has only some of them.
 struct model_dims {
   int n_layers = 0, n_kv_heads = 0, head_dim = 0, value_dim = 0;
-  std::vector<int> window;          // [n_layers], 0 = global; empty = all global
-  std::vector<int> recorded_layers; // whose bytes a budget in bytes counts; empty = all
+  std::vector<int> window;           // [n_layers], 0 = global; empty = all global
+  std::vector<int> recorded_layers;  // whose bytes a budget in bytes counts; empty = all
 };
 
 struct protection {
@@ -24,11 +24,13 @@ struct protection {
 class budget_plan {
  public:
   // Throws spec_error where the numbers cannot fit (a pyramid whose total is too small for the
-  // protected part, a budget in bytes below one entry a head, confkv's high < recent).
+  // protected part, a budget in bytes below one entry a head, confkv's high < recent), and
+  // std::invalid_argument for dimensions that cannot be.
   budget_plan(const policy& p, const model_dims& dims);
 
   // Entries (layer, head) may hold after step t, 0-based t, held counted with the newcomer.
   // `layer` is the model's. INT_MAX: everything. With a gate: max(b, min(low, held - shrink)).
+  // Throws spec_error only for a pyramid over a budget in percent that is too small at this step.
   int budget(std::int64_t step, int layer, int kv_head, int held, bool tight) const;
 
   // What is protected under a budget (h2o's recent follows it).
@@ -37,20 +39,36 @@ class budget_plan {
   // True when selection runs after step t (t = P-1 always).
   bool selects(std::int64_t step, std::int64_t n_prompt) const;
 
-  // The sum and the largest value that `budget` may take at `tight`, for reports.
+  // What `budget` comes to at `tight` once shrinking is done: the layer's share of high or low (or
+  // of the one number), for reports.
   int share(std::int64_t step, int layer, bool tight) const;
 
  private:
+  // One number of the SPEC. Entries and bytes are resolved once; percent at every step.
+  struct level {
+    amount source;
+    std::int64_t entries = 0;  // scaled; not used for percent
+    std::vector<int> shares;   // [n_layers] under a pyramid; empty for percent
+  };
+  level resolve(const amount& a, const char* key) const;
+  std::int64_t entries_at(const level& l, std::int64_t step) const;
+  int layer_share(std::int64_t entries, const std::vector<int>& shares, int layer) const;
+  int share_of(const level& l, std::int64_t step, int layer) const;
+  std::int64_t scaled(std::int64_t entries) const;
+  int fixed_protection() const;
+
   policy policy_;
   model_dims dims_;
-  std::int64_t single_entries_ = 0;  // bytes budgets, resolved to entries
-  std::int64_t high_entries_ = 0, low_entries_ = 0;
+  level single_, high_, low_;
+  std::vector<int> middle_shares_;  // gate=constant under a pyramid
 };
 
 // Layer shares of a pyramid: falling linearly from (2 - 1/beta) B to B / beta, whole numbers by
 // largest remainder (ties: lower layer), sum exactly round(total * L * B), none below `least`
-// (POLICIES, `pyramid`); L = 1: the share is B. exact = false: the floor-step progression of
-// PyramidKV's published code. Throws spec_error.
-std::vector<int> pyramid_shares(int layers, std::int64_t budget, const pyramid_rule& rule, int least);
+// (POLICIES, `pyramid`); L = 1: the share is round(total * B). exact = false: the floor-step
+// progression of PyramidKV's published code, whose sum is not exact and which only keeps `least`.
+// Throws spec_error where the sum cannot give every layer `least`.
+std::vector<int> pyramid_shares(int layers, std::int64_t budget, const pyramid_rule& rule,
+                                int least);
 
 }  // namespace kvreplay::policies

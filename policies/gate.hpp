@@ -14,7 +14,9 @@ class gate_state {
  public:
   explicit gate_state(const gate_rule& rule, double tau);
 
-  // c(t) -> tight. Steps must come in order, P-1 first. c is ignored by gate=random and constant.
+  // c(t) -> tight. Steps must come one by one, P-1 first (std::invalid_argument otherwise); a NaN
+  // is a std::domain_error. c, smooth and hold are ignored by gate=random, whose decision is drawn,
+  // and by gate=constant, which has one budget and always answers false.
   bool advance(std::int64_t step, double c);
   double tau() const { return tau_; }
 
@@ -22,11 +24,13 @@ class gate_state {
   gate_rule rule_;
   double tau_;
   bool started_ = false;
+  std::int64_t last_step_ = 0;
   double smoothed_ = 0;
   std::int64_t run_ = 0;  // consecutive steps with smoothed c on the tight side
 };
 
-// tau as a number: the rule's own, or the nearest-rank quantile of c(P-1 .. T-1).
+// tau as a number: the rule's own, or the nearest-rank quantile of c(P-1 .. T-1). gate=random and
+// constant do not ask for c.
 double resolve_tau(const gate_rule& rule, std::span<const double> c);
 
 // The c each step sees: the recorded ones, or (gate=shuffled) permuted by seed. c[0] is c(P-1).

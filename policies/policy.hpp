@@ -33,8 +33,8 @@ struct score_rule {
   group_reduce gqa = group_reduce::mean;
   score_scope scope = score_scope::head;
   prompt_seed prompt = prompt_seed::none;
-  int obs = 32;          // rows of prompt_seed::mean_of_last
-  double decay = 0.97;   // ema
+  int obs = 32;         // rows of prompt_seed::mean_of_last
+  double decay = 0.97;  // ema
   double recency = 0.05;
   mass_scale mass = mass_scale::log;
   std::uint64_t seed = 0;
@@ -50,14 +50,15 @@ struct amount {
 enum class gate_signal : std::uint8_t { signal, shuffled, random, constant, inverted };
 struct gate_rule {
   double tau = 0.6;
-  bool tau_is_quantile = false;  // tau=q0.7: nearest-rank quantile of c(P-1 .. T-1), reads the future
+  bool tau_is_quantile =
+      false;  // tau=q0.7: nearest-rank quantile of c(P-1 .. T-1), reads the future
   double w_entropy = 0.4, w_margin = 0.3, w_top = 0.3;
   double temperature = 1;
   double smooth = 0;
   int hold = 0;
   int shrink = -1;  // entries that may leave per step; -1 = all
   gate_signal gate = gate_signal::signal;
-  double p = 0.5;   // gate=random: tight with this probability
+  double p = 0.5;  // gate=random: tight with this probability
   std::uint64_t seed = 0;
   amount high, low;
 };
@@ -69,17 +70,19 @@ struct pyramid_rule {
 };
 
 struct budget_rule {
-  amount single;          // ungated policies; everything = never evict
+  amount single;  // ungated policies; everything = never evict
   bool gated = false;
-  gate_rule gate;         // high and low replace `single`
+  gate_rule gate;  // high and low replace `single`
   pyramid_rule pyramid;
-  double scale = 1;       // --match-bytes: scaled budget = max(1, sinks + recent, floor(scale * B + 0.5))
+  double scale =
+      1;  // --match-bytes: scaled budget = max(1, sinks + recent, floor(scale * B + 0.5))
 };
 
 struct protection_rule {
   int sinks = 0;
   int recent = 0;
-  double heavy = -1;  // h2o: recent = B - floor(heavy * B); < 0: `recent` counts
+  double heavy = -1;         // h2o: recent = B - floor(heavy * B); < 0: `recent` counts
+  bool hard_recent = false;  // confkv: a budget below `recent` is refused, not flagged
 };
 
 struct trigger_rule {
@@ -100,20 +103,22 @@ struct precision_rule {
 
 // What a policy reads beyond q, k, v. A trace offers or refuses by name.
 struct policy_needs {
-  bool confidence = false;    // `confidence` or `logits` at P-1 .. T-1
-  bool full_logits = false;   // temperature != 1
-  bool mass = false;          // attention its own cache produces (q)
+  bool confidence = false;       // `confidence` or `logits` at P-1 .. T-1
+  bool full_logits = false;      // temperature != 1
+  bool mass = false;             // attention its own cache produces (q)
   std::int64_t prompt_rows = 0;  // last n prompt rows of q; -1: all of them
-  bool future = false;        // tau=qX, gate=shuffled
+  bool future = false;           // tau=qX, gate=shuffled
   bool bytes_budget = false;
 };
 
 struct policy {
-  std::string name;       // "confkv-l"
-  std::string spec;       // as given
-  std::string resolved;   // score, budget, selection, trigger, precision, every parameter
+  std::string name;            // "confkv-l"
+  std::string spec;            // as given
+  std::string resolved;        // score, budget, selection, trigger, precision, every parameter
   std::string precision_name;  // "fp16", "int8" ...
-  std::vector<std::pair<std::string, std::string>> params;  // in catalogue order, as text
+  // In catalogue order, as text: the policy's own keys ("budget"), then those of its modifiers with
+  // their name before it ("pyramid.beta").
+  std::vector<std::pair<std::string, std::string>> params;
   score_rule score;
   budget_rule budget;
   protection_rule protect;
@@ -122,7 +127,9 @@ struct policy {
   policy_needs needs;
 };
 
-// Reads `name:key=value,key=value+modifier:key=value`. Throws spec_error.
+// Reads `name:key=value,key=value+modifier:key=value`; modifiers in any order, each at most once.
+// Throws spec_error, one line that names the part, key and value and what was expected.
+// parse_policy(p.resolved) gives p again (but for `spec`).
 policy parse_policy(std::string_view spec);
 
 }  // namespace kvreplay::policies

@@ -1,0 +1,47 @@
+#include "policies/catalogue.hpp"
+
+#include <fmt/format.h>
+
+#include <array>
+
+namespace kvreplay::policies {
+
+// A new policy: its file NAME.cpp, its name here and in the table below.
+entry full_entry(), window_entry(), streaming_entry(), random_entry(), h2o_entry(), tova_entry(),
+    confkv_entry(), confkv_l_entry();
+entry pyramid_entry(), confidence_entry(), protect_entry(), every_entry(), prefill_entry();
+entry fp16_entry(), int8_entry();
+
+// The order of the modifiers is their order in a resolved string: budget, selection, trigger,
+// precision.
+std::span<const entry> catalogue() {
+  static const std::array table{
+      full_entry(),    window_entry(), streaming_entry(), random_entry(),  h2o_entry(),
+      tova_entry(),    confkv_entry(), confkv_l_entry(),  pyramid_entry(), confidence_entry(),
+      protect_entry(), every_entry(),  prefill_entry(),   fp16_entry(),    int8_entry()};
+  return table;
+}
+
+const entry* find_entry(std::string_view name) {
+  for (const entry& e : catalogue()) {
+    if (e.name == name) return &e;
+  }
+  return nullptr;
+}
+
+std::vector<std::string_view> entry_names(std::string_view kind) {
+  std::vector<std::string_view> names;
+  for (const entry& e : catalogue()) {
+    if (kind.empty() || e.kind == kind) names.push_back(e.name);
+  }
+  return names;
+}
+
+std::vector<param_doc> entry_params(const entry& e) {
+  param_reader reader(std::string(e.name), {}, reader_mode::documenting);
+  policy scratch;
+  e.apply(reader, scratch);
+  return reader.docs();
+}
+
+}  // namespace kvreplay::policies
