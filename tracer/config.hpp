@@ -26,15 +26,19 @@ struct model_config {
   std::string architecture;  // model_type: "llama", "qwen2" ...
   std::string name;          // the directory's name
   int n_layers = 0, n_q_heads = 0, n_kv_heads = 0, head_dim = 0;
-  int hidden_size = 0, intermediate_size = 0, vocab_size = 0, max_position_embeddings = 0;
+  int hidden_size = 0, intermediate_size = 0, max_position_embeddings = 0;
+  int logit_size = 0;  // rows of embedding and output head: vocab_size of config.json
+  int vocab_size = 0;  // real ids: what tokenizer.json knows where it lies beside, else logit_size
   double norm_eps = 1e-6;
   bool tied_embeddings = false, qkv_bias = false, o_bias = false, mlp_bias = false;
   rope_config rope;
-  std::vector<int> window;  // [n_layers], 0 = global
-  std::string stored_dtype; // torch_dtype / dtype, as a note
+  std::vector<int> window;   // [n_layers], 0 = global
+  std::string stored_dtype;  // torch_dtype / dtype, as a note
 };
 
-// Throws model_error for unknown architectures, activations and RoPE scalings.
+// Throws model_error for unknown architectures, activations and RoPE scalings, and for whatever
+// else would change the numbers and is not done here. Qwen2's windows: with use_sliding_window, the
+// layers named sliding_attention in layer_types, else those from max_window_layers on.
 model_config read_config(const std::string& directory);
 
 // Inverse frequencies, [dim / 2]; llama3 scaling as in transformers' modeling_rope_utils.

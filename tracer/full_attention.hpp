@@ -14,8 +14,9 @@ struct full_attention_shape {
 };
 
 // Rows at positions first .. first + rows - 1 over the keys 0 .. first + rows - 1 each can see.
-//   q [rows, q_heads, head_dim]; k, v [first + rows, kv_heads, ...] -> o [rows, q_heads, value_dim],
-//   lse [rows, q_heads]. Scores and sums in FP32, log-sum-exp. Bits of a row do not depend on how
+//   q [rows, q_heads, head_dim]; k, v [first + rows, kv_heads, ...] -> o [rows, q_heads,
+//   value_dim], lse [rows, q_heads]. Scores and sums in FP32, log-sum-exp. Bits of a row do not
+//   depend on how
 // many rows the call has, nor on threads.
 void full_attention(const full_attention_shape& shape, std::int64_t first, std::int64_t rows,
                     const float* q, const float* k, const float* v, float* o, float* lse);

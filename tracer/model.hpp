@@ -54,6 +54,10 @@ class model {
 
   // Output projection of a layer as [n_q_heads, head_dim, hidden_size].
   std::vector<float> wo(int layer) const;
+  // L1 norm of each row's value through each query head's slice of the output projection:
+  // v [rows, n_kv_heads, head_dim] -> out [rows, n_q_heads].
+  void value_norm(int layer, std::span<const float> v, std::int64_t rows,
+                  std::vector<float>& out) const;
   // The inverse frequencies in use, [rope_dim / 2], any scaling applied.
   std::vector<double> rope_inv_freq(int layer) const;
 

@@ -17,15 +17,15 @@ struct record_options {
   std::optional<std::int64_t> generate;       // all tokens are the prompt, T = P + generate
   double temperature = 0;                     // 0: greedy
   std::uint64_t seed = 0;
-  bool kv_fp32 = false;          // --kv-dtype fp32: compute with unrounded q, k, v
-  bool full_logits = false;      // --logits full
-  int attention_every = 0;       // 0 none, 1 full, k: every k-th decode row
-  std::vector<int> layers;       // empty: all
+  bool kv_fp32 = false;      // --kv-dtype fp32: compute with unrounded q, k, v
+  bool full_logits = false;  // --logits full
+  int attention_every = 0;   // 0 none, 1 full, k: every k-th decode row
+  std::vector<int> layers;   // empty: all
   bool with_wo = false, with_value_norm = false, with_residual = false;
-  bool rows_decode = false;      // --rows decode: q, o, lse from P-64 on, plus column_sum
+  bool rows_decode = false;  // --rows decode: q, o, lse from P-64 on, plus column_sum
   int block = 128;
-  int flush_every = 16;          // positions between commits of a step-wise recording
-  bool stepwise = false;         // teacher-forced, but one position at a time (checks)
+  int flush_every = 16;   // positions between commits of a step-wise recording
+  bool stepwise = false;  // teacher-forced, but one position at a time (checks)
   std::string task;
   std::string producer;
 };
