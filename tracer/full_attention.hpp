@@ -2,8 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <span>
-#include <vector>
 
 namespace kvreplay::tracer {
 
@@ -20,5 +18,16 @@ struct full_attention_shape {
 // many rows the call has, nor on threads.
 void full_attention(const full_attention_shape& shape, std::int64_t first, std::int64_t rows,
                     const float* q, const float* k, const float* v, float* o, float* lse);
+
+// Adds to sums [q_heads, stride] the probability that each key receives from the rows, row after
+// row, so that the sums do not depend on how a prompt was cut into calls. lse [rows, q_heads].
+void add_column_sums(const full_attention_shape& shape, std::int64_t first, std::int64_t rows,
+                     const float* q, const float* k, const float* lse, std::int64_t stride,
+                     double* sums);
+
+// The probabilities of one row, out [q_heads, stride], 0 where it sees nothing. lse [q_heads].
+void attention_probabilities(const full_attention_shape& shape, std::int64_t position,
+                             const float* q, const float* k, const float* lse, std::int64_t stride,
+                             float* out);
 
 }  // namespace kvreplay::tracer

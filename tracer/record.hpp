@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "tracer/model.hpp"
+#include "tracer/tokens.hpp"
 
 namespace kvreplay::tracer {
 
@@ -48,8 +49,5 @@ std::int64_t projected_bytes(const model_config& config, const record_options& o
 // disk without room for the projected size. `progress` may be empty.
 record_summary record(const model& m, const std::string& path, const record_options& options,
                       const std::function<void(const record_progress&)>& progress);
-
-// Decimal ids separated by white space. Throws model_error naming file and the first bad word.
-std::vector<std::int32_t> read_token_file(const std::string& path);
 
 }  // namespace kvreplay::tracer
