@@ -13,7 +13,8 @@
 namespace kvreplay::traces {
 
 struct open_options {
-  bool recover = false;  // accept complete = 0 and read up to `committed`
+  bool recover = false;    // accept complete = 0 and read up to `committed`
+  bool check_data = true;  // false: reads do not look at values (check() counts faults itself)
 };
 
 // Rows [begin, end) of one layer, 16-bit data raw as in the file (no conversion), o widened to
@@ -22,16 +23,16 @@ struct open_options {
 struct layer_slice {
   int sequence = 0, layer = 0;
   std::int64_t begin = 0, end = 0;
-  std::int64_t row_begin = 0;            // position of q's, o's and lse's first row here
-  std::vector<half_bits> q;              // [end - row_begin, n_q_heads, head_dim]
-  std::vector<half_bits> k;              // [end - begin, n_kv_heads, head_dim]
-  std::vector<half_bits> v;              // [end - begin, n_kv_heads, value_dim]
-  std::vector<float> o;                  // [end - row_begin, n_q_heads, value_dim]
-  std::vector<float> lse;                // [end - row_begin, n_q_heads]
-  std::vector<float> value_norm;         // [end - begin, n_q_heads]
-  std::vector<float> residual_norm;      // [end - begin]
-  std::vector<float> retention;          // [end - begin, n_kv_heads]
-  std::vector<float> image_score;        // [end - begin]
+  std::int64_t row_begin = 0;        // position of q's, o's and lse's first row here
+  std::vector<half_bits> q;          // [end - row_begin, n_q_heads, head_dim]
+  std::vector<half_bits> k;          // [end - begin, n_kv_heads, head_dim]
+  std::vector<half_bits> v;          // [end - begin, n_kv_heads, value_dim]
+  std::vector<float> o;              // [end - row_begin, n_q_heads, value_dim]
+  std::vector<float> lse;            // [end - row_begin, n_q_heads]
+  std::vector<float> value_norm;     // [end - begin, n_q_heads]
+  std::vector<float> residual_norm;  // [end - begin]
+  std::vector<float> retention;      // [end - begin, n_kv_heads]
+  std::vector<float> image_score;    // [end - begin]
 };
 
 // Safe to use from several threads: HDF5 calls are serialised inside.
@@ -43,14 +44,16 @@ class reader {
   reader& operator=(reader&&) noexcept;
 
   const std::string& path() const;
-  bool complete() const;   // false only with recover
+  bool complete() const;  // false only with recover
   std::string producer() const;
   std::string created() const;
   std::int64_t file_bytes() const;
   const model_info& model() const;
-  const std::vector<sequence_info>& sequences() const;   // in numeric order
+  const std::vector<sequence_info>& sequences() const;  // in numeric order
   const sequence_info& sequence(int id) const;
   const layer_info& layer(int sequence, int layer) const;
+  // "sequences/<s>/layers/<l>" as spelled in the file, for messages.
+  std::string layer_path(int sequence, int layer) const;
   // Hash over tokens, shapes and a sample of rows: the `fingerprint` attribute where present, else
   // computed in the same way. 16 hex digits.
   std::string fingerprint(int sequence) const;
@@ -73,7 +76,8 @@ class reader {
   std::unique_ptr<impl> impl_;
 };
 
-// Walks a sequence layer by layer in slices of at most `rows` positions: next() is false at the end.
+// Walks a sequence layer by layer in slices of at most `rows` positions: next() is false at the
+// end.
 class layer_cursor {
  public:
   layer_cursor(const reader& file, int sequence, std::int64_t rows);

@@ -33,12 +33,12 @@ struct model_info {
   std::string key_rotation = "rotated";  // rotated | raw
   double score_softcap = 0;
   std::string compute_dtype, cache_dtype, model_fingerprint;  // empty: not said
-  std::vector<int> layers;               // recorded layers, ascending (filled also where absent)
-  std::vector<int> window;               // [n_layers], 0 = global (filled also where absent)
-  std::vector<float> sinks;              // [n_layers, n_q_heads] or empty
-  std::vector<double> rope_inv_freq;     // [rope_inv_freq_rows, rope_dim / 2] or empty
-  int rope_inv_freq_rows = 0;            // 1 or n_layers
-  std::vector<int> wo_layers;            // layers that have wo/<layer>
+  std::vector<int> layers;            // recorded layers, ascending (filled also where absent)
+  std::vector<int> window;            // [n_layers], 0 = global (filled also where absent)
+  std::vector<float> sinks;           // [n_layers, n_q_heads] or empty
+  std::vector<double> rope_inv_freq;  // [rope_inv_freq_rows, rope_dim / 2] or empty
+  int rope_inv_freq_rows = 0;         // 1 or n_layers
+  std::vector<int> wo_layers;         // layers that have wo/<layer>
 
   bool records_all_layers() const { return static_cast<int>(layers.size()) == n_layers; }
   int group() const { return n_q_heads / n_kv_heads; }

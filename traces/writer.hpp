@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -23,11 +24,11 @@ struct sequence_plan {
   std::vector<std::int32_t> logit_pos;  // rows of confidence / logits / residual_final
   bool logits = false;                  // float32
   bool confidence = false;
-  bool residual_final = false;          // float16 (cache_dtype float16) or float32
+  bool residual_final = false;  // float16 (cache_dtype float16) or float32
   bool q = true, o = true, lse = true;
   bool o_float16 = true;
   bool value_norm = false, residual_norm = false, retention = false, column_sum = false;
-  std::vector<std::int32_t> attn_pos;   // probability rows to come; empty: none
+  std::vector<std::int32_t> attn_pos;  // probability rows to come; empty: none
   std::vector<std::pair<int, int>> chunks;
   std::map<std::string, std::vector<std::pair<int, int>>> spans;
 };
@@ -54,7 +55,8 @@ class writer {
   void put_k(int layer, std::int64_t first, std::span<const half_bits> rows);
   void put_v(int layer, std::int64_t first, std::span<const half_bits> rows);
   void put_q(int layer, std::int64_t first, std::span<const half_bits> rows);
-  void put_o(int layer, std::int64_t first, std::span<const float> rows);  // narrowed by us if float16
+  void put_o(int layer, std::int64_t first,
+             std::span<const float> rows);  // narrowed by us if float16
   void put_lse(int layer, std::int64_t first, std::span<const float> rows);
   void put_value_norm(int layer, std::int64_t first, std::span<const float> rows);
   void put_residual_norm(int layer, std::int64_t first, std::span<const float> rows);
