@@ -44,4 +44,19 @@ std::vector<param_doc> entry_params(const entry& e) {
   return reader.docs();
 }
 
+bool fits(const entry& base, const entry& modifier) {
+  if (modifier.kind == "policy" || (!base.evicts && modifier.kind != "precision")) return false;
+  policy scratch;
+  scratch.budget.gated = modifier.gates;
+  param_reader base_reader(std::string(base.name), {}, reader_mode::documenting);
+  param_reader modifier_reader(std::string(modifier.name), {}, reader_mode::documenting);
+  try {
+    base.apply(base_reader, scratch);
+    modifier.apply(modifier_reader, scratch);
+  } catch (const spec_error&) {
+    return false;
+  }
+  return true;
+}
+
 }  // namespace kvreplay::policies

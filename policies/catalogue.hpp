@@ -22,6 +22,7 @@ struct entry {
   std::string_view deviations = {};  // from the published code; may be empty
   std::string_view example = {};     // one SPEC
   bool evicts = true;                // false: no modifier but a precision applies (`full`)
+  bool gates = false;                // true: brings two budgets in place of budget= (`confidence`)
   // Declares and reads the parameters, writes the rules. The same call documents (params.hpp).
   void (*apply)(param_reader& params, policy& out) = nullptr;
 };
@@ -34,6 +35,9 @@ std::vector<std::string_view> entry_names(std::string_view kind = {});
 
 // The declarations of an entry's parameters, as its parser makes them.
 std::vector<param_doc> entry_params(const entry& e);
+
+// True where `modifier` may follow `base` after a '+', by the same rules as in parse_policy.
+bool fits(const entry& base, const entry& modifier);
 
 // The manual page of one entry, or the list of all, as text. Pure functions; main prints.
 std::string manual_page(std::string_view name);  // throws spec_error for an unknown name

@@ -77,6 +77,7 @@ entry confidence_entry() {
               "tau=qX and gate=shuffled read the future; gate=random and constant need none",
           .deviations = "smooth=, hold= and shrink= are additions, off by default.",
           .example = "random:recent=64+confidence:tau=0.6,high=256,low=768",
+          .gates = true,
           .apply = apply};
 }
 

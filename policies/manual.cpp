@@ -52,7 +52,7 @@ std::string modifier_section(const entry& e) {
   if (e.kind != "policy") return "";
   std::string names;
   for (const entry& other : catalogue()) {
-    if (other.kind == "policy" || (!e.evicts && other.kind != "precision")) continue;
+    if (!fits(e, other)) continue;
     names += fmt::format("{}+{}", names.empty() ? "" : " ", other.name);
   }
   return section("MODIFIERS", names);

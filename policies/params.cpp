@@ -242,6 +242,7 @@ const std::string* param_reader::declare(std::string_view key, std::string defau
                                          std::string range_text, std::string_view help) {
   docs_.push_back(
       {std::string(key), std::move(default_text), std::move(range_text), std::string(help)});
+  if (mode_ == reader_mode::documenting) return nullptr;
   const auto found = given_.find(key);
   return found == given_.end() ? nullptr : &found->second;
 }
@@ -250,7 +251,9 @@ void param_reader::resolve(std::string_view key, std::string value) {
   resolved_.emplace_back(key, std::move(value));
 }
 
-bool param_reader::has(std::string_view key) const { return given_.find(key) != given_.end(); }
+bool param_reader::has(std::string_view key) const {
+  return mode_ == reader_mode::reading && given_.find(key) != given_.end();
+}
 
 void param_reader::refuse(std::string_view key, std::string_view why) const {
   const auto found = given_.find(key);
@@ -362,8 +365,9 @@ int param_reader::choice(std::string_view key, std::vector<std::string_view> cho
 amount param_reader::size(std::string_view key, std::optional<amount> fallback,
                           std::string_view help) {
   amount value = fallback.value_or(amount{amount_unit::entries, 1});
-  const std::string* given = declare(key, fallback ? amount_text(*fallback) : "required",
-                                     "N | N% | N KiB, MiB, GiB, kB, MB, GB", help);
+  const std::string* given =
+      declare(key, fallback ? amount_text(*fallback) : "required",
+              "N entries, N% of the positions so far, or N bytes (kB MB GB KiB MiB GiB)", help);
   if (given != nullptr) {
     std::string why;
     const std::optional<amount> parsed = parse_amount(*given, why);

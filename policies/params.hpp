@@ -28,7 +28,8 @@ enum class reader_mode : std::uint8_t { reading, documenting };
 class param_reader {
  public:
   // `owner` names the policy or modifier in errors. `given` are the key=value pairs of the SPEC;
-  // throws spec_error for a key that stands there twice. documenting: nothing is required.
+  // throws spec_error for a key that stands there twice. documenting: no value is read and nothing
+  // is required; finish() still finds unknown keys.
   param_reader(std::string owner, std::vector<std::pair<std::string, std::string>> given,
                reader_mode mode = reader_mode::reading);
 

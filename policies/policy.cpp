@@ -101,9 +101,13 @@ void add_defaults(const entry& base, std::vector<spec_part>& modifiers) {
 void apply_part(const spec_part& part, policy& out) {
   const bool base = part.what->kind == "policy";
   const std::string name(part.what->name);
+  // Misspelt keys come first: `budgt=128` is that, not a missing budget.
+  param_reader keys(name, part.given, reader_mode::documenting);
+  policy scratch;
+  part.what->apply(keys, scratch);
+  keys.finish();
   param_reader reader(name, part.given);
   part.what->apply(reader, out);
-  reader.finish();
   out.resolved += (base ? "" : "+") + name;
   char separator = ':';
   for (const auto& [key, value] : reader.resolved()) {
