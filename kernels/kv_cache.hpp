@@ -74,7 +74,8 @@ struct head_store {
   std::vector<half_bits> body_k_scale, body_v_scale;
   std::vector<std::int32_t> body_position;
   std::vector<float> body_score;
-  // Channel scales, [head_dim] and [value_dim]; empty until calibrated.
+  // Channel scales, [head_dim] and [value_dim]; empty until calibrated, and always in
+  // scale_format::token, whose table of ones is not stored.
   std::vector<float> k_channel_scale, v_channel_scale;
 
   int body_size() const { return static_cast<int>(body_position.size()); }
@@ -130,6 +131,13 @@ class kv_cache {
   std::vector<head_store> heads_;       // [layers, kv_heads]
   std::vector<storage_events> events_;  // [layers]
 };
+
+// Where row (token, head) of a [tokens, heads, dim] array begins. 64 bits before the first
+// multiply.
+constexpr std::int64_t row_offset(std::int64_t token, std::int64_t heads, std::int64_t head,
+                                  std::int64_t dim) {
+  return (token * heads + head) * dim;
+}
 
 // Payload bytes that one (layer, KV head) takes with `tail` and `body` entries, tables included.
 std::int64_t payload_bytes(const cache_shape&, const storage_format&, std::int64_t tail,

@@ -44,7 +44,7 @@ std::vector<float> pack_keys(const layer_view& v, const float* k, int head, std:
   const std::int64_t tiles = (n + tile - 1) / tile;
   std::vector<float> packed(static_cast<std::size_t>(tiles * v.dim * tile), 0.0F);
   for (std::int64_t i = 0; i < n; ++i) {
-    const float* row = k + (i * v.kv_heads + head) * v.dim;
+    const float* row = k + row_offset(i, v.kv_heads, head, v.dim);
     float* to = packed.data() + i / tile * v.dim * tile + i % tile;
     for (int c = 0; c < v.dim; ++c) to[std::int64_t{c} * tile] = row[c];
   }
@@ -95,10 +95,10 @@ void block_rows(const layer_view& v, const std::vector<float>& packed, int head,
   const std::int64_t rows = b.steps * v.group;
   q_scaled.resize(static_cast<std::size_t>(rows * v.dim));
   for (std::int64_t r = 0; r < rows; ++r) {
-    const std::int64_t from =
-        (r / v.group * v.q_heads + std::int64_t{head} * v.group + r % v.group);
+    const std::int64_t q_head = std::int64_t{head} * v.group + r % v.group;
+    const float* from = b.q + row_offset(r / v.group, v.q_heads, q_head, v.dim);
     for (int c = 0; c < v.dim; ++c) {
-      q_scaled[static_cast<std::size_t>(r * v.dim + c)] = b.q[from * v.dim + c] * v.softmax_scale;
+      q_scaled[static_cast<std::size_t>(r * v.dim + c)] = from[c] * v.softmax_scale;
     }
   }
   const std::int64_t first_tile = first_visible(v, b.first) / tile;

@@ -289,8 +289,8 @@ void calibrate(kv_cache& cache, int layer, const float* k, const float* v, std::
     }
     channel_range keys = key_range(cache), values = value_range(cache);
     for (std::int64_t r = 0; r < rows; ++r) {
-      const float* key = k + (r * shape.kv_heads + h) * shape.head_dim;
-      const float* value = v + (r * shape.kv_heads + h) * shape.value_dim;
+      const float* key = k + row_offset(r, shape.kv_heads, h, shape.head_dim);
+      const float* value = v + row_offset(r, shape.kv_heads, h, shape.value_dim);
       check_finite(key, shape.head_dim, layer, h, r, "k");
       check_finite(value, shape.value_dim, layer, h, r, "v");
       keys.add(key);
