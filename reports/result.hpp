@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,6 +13,12 @@
 namespace kvreplay::reports {
 
 using maybe = std::optional<double>;
+
+// A file that cannot be read or written as a report: one line naming file and key, found, expected.
+class report_error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
 
 struct named_value {
   std::string name;
@@ -27,7 +34,9 @@ struct result {
   std::vector<std::pair<std::string, std::string>> params;
   std::int64_t seed = 0;
 
-  struct { std::int64_t prompt = 0, decoded = 0, scored = 0; } tokens;
+  struct {
+    std::int64_t prompt = 0, decoded = 0, scored = 0;
+  } tokens;
 
   struct {
     maybe mean_bytes, peak_bytes, final_bytes, prefill_peak_bytes, reserved_bytes, full_mean_bytes,
@@ -45,9 +54,15 @@ struct result {
   } quality;
   std::map<std::string, std::pair<double, double>> quality_ci;  // 95 %
 
-  struct { maybe mean, low_share, loose_share; } confidence;
-  struct { maybe evicted, selections, quantised, requantised, clipped, kept_turnover, passes; } events;
-  struct { maybe wall_s, steps_per_s, attend_us_p50, attend_us_p99; } time;
+  struct {
+    maybe mean, low_share, loose_share;
+  } confidence;
+  struct {
+    maybe evicted, selections, quantised, requantised, clipped, kept_turnover, passes;
+  } events;
+  struct {
+    maybe wall_s, steps_per_s, attend_us_p50, attend_us_p99;
+  } time;
 
   // --match-bytes: the factor applied to every budget, and the difference left.
   maybe budget_factor, match_difference;
@@ -64,13 +79,21 @@ struct report {
 };
 
 // Calls visit(section, name, maybe&) for every number, in the order of results.json; sections are
-// "tokens" (as numbers), "memory", "quality", "confidence", "events", "time". Const and mutable.
-// Writers and the comparison are written over this walk, never field by field.
+// "tokens" (as numbers), "memory", "quality" (`more` last), "confidence", "events", "time",
+// "match". Section and name are string_views. Const and mutable: with a mutable row, a visitor that
+// empties a count of `tokens` sets it to 0. Writers and the comparison are written over this walk,
+// never field by field.
 template <typename Result, typename Visitor>
 void for_each_number(Result& r, Visitor&& visit);
+
+// A copy in which every number is finite: others are emptied (intervals: left out) and named in
+// `note`. What every writer of this folder writes.
+result finite(const result& r);
 
 // Differences in anything but `time` and `tool`; empty = equal. Used by every test that says "the
 // same output". Texts name run and field.
 std::vector<std::string> differences(const report& a, const report& b);
 
 }  // namespace kvreplay::reports
+
+#include "reports/result_walk.hpp"
