@@ -206,7 +206,8 @@ column::column(hid_t parent, const std::string& name, const planned_column& plan
   const h5::handle create(H5Pcreate(H5P_DATASET_CREATE), H5Pclose);
   const h5::handle links(H5Pcreate(H5P_LINK_CREATE), H5Pclose);
   if (!space || !type || !create || !links ||
-      H5Pset_create_intermediate_group(links.get(), 1) < 0) {
+      H5Pset_create_intermediate_group(links.get(), 1) < 0 ||
+      H5Pset_obj_track_times(create.get(), false) < 0) {
     h5::fail(where_, "cannot describe the dataset");
   }
   set_fill(create.get(), plan_.kind, type.get(), where_);
@@ -306,8 +307,12 @@ void write_array(hid_t parent, const char* name, std::initializer_list<std::int6
   const std::vector<hsize_t> sizes(extents.begin(), extents.end());
   const h5::handle space(H5Screate_simple(static_cast<int>(sizes.size()), sizes.data(), nullptr),
                          H5Sclose);
+  const h5::handle create(H5Pcreate(H5P_DATASET_CREATE), H5Pclose);
+  if (!create || H5Pset_obj_track_times(create.get(), false) < 0) {
+    h5::fail(where, "cannot describe the dataset");
+  }
   const h5::handle data(H5Dcreate2(parent, name, native_type<T>(), space.get(), H5P_DEFAULT,
-                                   H5P_DEFAULT, H5P_DEFAULT),
+                                   create.get(), H5P_DEFAULT),
                         H5Dclose);
   if (!space || !data ||
       (!values.empty() &&
