@@ -38,7 +38,8 @@ json row(const result& given) {
               {"params", params},         {"precision", text(r.precision)},
               {"mode", text(r.mode)},     {"seed", r.seed},
               {"status", text(r.status)}, {"note", text(r.note)}};
-  for (auto& [section, values] : sections_of(r).items()) {
+  const json sections = sections_of(r);
+  for (const auto& [section, values] : sections.items()) {
     out[section] = values;
     if (section == "quality") out["quality_ci"] = intervals;
   }
