@@ -3,6 +3,8 @@
 // others `low`. Deviations: smooth, hold and shrink are additions, off by default: read literally,
 // one confident step cuts the cache to `high` and it grows back by one entry a step, so that the
 // mean stays near `high` whatever tau is.
+#include <fmt/format.h>
+
 #include <cmath>
 
 #include "policies/catalogue.hpp"
@@ -17,7 +19,8 @@ void read_weights(param_reader& params, gate_rule& gate) {
   gate.w_top = params.real("w_top", 0.3, 0, 1, "weight of the top probability in c");
   const double sum = gate.w_entropy + gate.w_margin + gate.w_top;
   if (std::abs(sum - 1) <= 1e-9) return;
-  const std::string why = "w_entropy + w_margin + w_top is " + real_text(sum) + ", expected 1";
+  const std::string why =
+      fmt::format("w_entropy + w_margin + w_top is {}, expected 1", real_text(sum));
   for (const char* key : {"w_top", "w_margin"}) {
     if (params.has(key)) params.refuse(key, why);
   }
@@ -50,9 +53,9 @@ void apply(param_reader& params, policy& out) {
 void read_gate(param_reader& params, policy& out, std::optional<amount> high,
                std::optional<amount> low) {
   if (out.budget.gated) {
-    throw spec_error(out.name +
-                     ": it has a gate of its own; give tau=, high=, low= there and not " +
-                     "with +confidence");
+    throw spec_error(fmt::format(
+        "{}: it has a gate of its own; give tau=, high=, low= there and not with +confidence",
+        out.name));
   }
   out.budget.gated = true;
   gate_rule& gate = out.budget.gate;

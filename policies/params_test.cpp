@@ -1,6 +1,7 @@
 #include "policies/params.hpp"
 
 #include <doctest/doctest.h>
+#include <fmt/format.h>
 
 namespace kvreplay::policies {
 namespace {
@@ -54,7 +55,7 @@ TEST_CASE("the hint is the nearest name, or all of them") {
 
 TEST_CASE("quoted is one line whatever it is given") {
   CHECK(quoted("a\nb\x7f") == "'a\\x0ab\\x7f'");
-  CHECK(quoted(std::string(100, 'a')) == "'" + std::string(60, 'a') + "...'");
+  CHECK(quoted(std::string(100, 'a')) == fmt::format("'{:a<60}...'", ""));
 }
 
 }  // namespace

@@ -2,6 +2,8 @@
 // Paper: PyramidKV, arXiv 2406.02069. Idea: attention narrows with depth, so deep layers need fewer
 // entries. Deviations: shares are whole numbers whose sum is exact; exact=0 gives the published
 // floor-step progression, which spends more than the budget (without its clamp to short prompts).
+#include <fmt/format.h>
+
 #include "policies/catalogue.hpp"
 #include "policies/parts.hpp"
 
@@ -10,7 +12,8 @@ namespace {
 
 void apply(param_reader& params, policy& out) {
   if (out.budget.pyramid.on) {
-    throw spec_error("pyramid: " + out.name + " has a pyramid already; give beta=, total= there");
+    throw spec_error(
+        fmt::format("pyramid: {} has a pyramid already; give beta=, total= there", out.name));
   }
   read_pyramid(params, out, 2);
 }
