@@ -14,22 +14,20 @@ void hold_to_one_thread() {
   static_cast<void>(held);
 }
 
-void sgemm(const product_shape& shape, CBLAS_TRANSPOSE transpose_b, const float* a, const float* b,
-           float* c) {
-  hold_to_one_thread();
-  cblas_sgemm(CblasRowMajor, CblasNoTrans, transpose_b, shape.rows, shape.columns, shape.inner,
-              1.0f, a, static_cast<int>(shape.stride_a), b, static_cast<int>(shape.stride_b), 0.0f,
-              c, static_cast<int>(shape.stride_c));
-}
-
 }  // namespace
 
-void multiply_transposed(const product_shape& shape, const float* a, const float* b, float* c) {
-  sgemm(shape, CblasTrans, a, b, c);
+void multiply_lanes(int outputs, int inner, const float* a, std::int64_t stride_a, const float* b,
+                    float* c) {
+  hold_to_one_thread();
+  cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, outputs, lanes, inner, 1.0f, a,
+              static_cast<int>(stride_a), b, lanes, 0.0f, c, lanes);
 }
 
-void multiply(const product_shape& shape, const float* a, const float* b, float* c) {
-  sgemm(shape, CblasNoTrans, a, b, c);
+void multiply_lanes_transposed(int outputs, int inner, const float* a, std::int64_t stride_a,
+                               const float* b, float* c) {
+  hold_to_one_thread();
+  cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, outputs, lanes, inner, 1.0f, a,
+              static_cast<int>(stride_a), b, lanes, 0.0f, c, lanes);
 }
 
 }  // namespace kvreplay::tracer

@@ -13,9 +13,9 @@
 namespace kvreplay::tracer {
 namespace {
 
-// Every product has this one shape, whatever a call asks for: 16 query rows of one KV head by 128
-// keys whose block begins at a multiple of 128 positions. So a row's sums run in one order.
-constexpr std::int64_t tile_rows = 16;
+// Every product has this one shape, whatever a call asks for: 16 query rows of one KV head
+// (blas.hpp) by 128 keys whose block begins at a multiple of 128 positions. So a row's sums run in
+// one order. Tiles are laid out with their 16 rows innermost.
 constexpr std::int64_t key_block = 128;
 constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 
@@ -29,7 +29,7 @@ struct attention_call {
 
   std::int64_t group() const { return shape.q_heads / shape.kv_heads; }
   std::int64_t keys() const { return first + rows; }
-  std::int64_t tiles() const { return (rows * group() + tile_rows - 1) / tile_rows; }
+  std::int64_t tiles() const { return (rows * group() + lanes - 1) / lanes; }
   std::int64_t first_visible(std::int64_t position) const {
     return shape.window == 0 ? 0 : std::max<std::int64_t>(0, position - shape.window + 1);
   }
@@ -41,14 +41,14 @@ class query_tile {
   query_tile(const attention_call& call, std::int64_t kv_head, std::int64_t tile)
       : call_(call),
         kv_head_(kv_head),
-        begin_(tile * tile_rows),
-        count_(std::min(tile_rows, call.rows * call.group() - begin_)),
-        q_(index(tile_rows * call.shape.head_dim), 0.0f),
+        begin_(tile * lanes),
+        count_(std::min<std::int64_t>(lanes, call.rows * call.group() - begin_)),
+        q_(index(call.shape.head_dim * lanes), 0.0f),
         padded_(index(key_block * std::max(call.shape.head_dim, call.shape.value_dim))),
-        scores_(index(tile_rows * key_block)) {
+        scores_(index(key_block * lanes)) {
+    const std::int64_t dim = call.shape.head_dim;
     for (std::int64_t i = 0; i < count_; ++i) {
-      std::copy_n(call.q + flat(i) * call.shape.head_dim, call.shape.head_dim,
-                  q_.data() + i * call.shape.head_dim);
+      for (std::int64_t c = 0; c < dim; ++c) q_[index(c * lanes + i)] = call.q[flat(i) * dim + c];
     }
   }
 
@@ -63,30 +63,22 @@ class query_tile {
   std::int64_t first_block() const { return call_.first_visible(position(0)) / key_block; }
   std::int64_t last_block() const { return position(count_ - 1) / key_block; }
 
-  // Scaled scores [16, 128] of the block, -inf where a row cannot see a key.
+  // Scaled scores [128, 16] of the block, -inf where a row cannot see a key.
   float* score(std::int64_t block) {
     const std::int64_t dim = call_.shape.head_dim;
     const auto [keys, stride] = block_of(call_.k, dim, block);
-    multiply_transposed({tile_rows, key_block, static_cast<int>(dim), dim, stride, key_block},
-                        q_.data(), keys, scores_.data());
+    multiply_lanes(key_block, static_cast<int>(dim), keys, stride, q_.data(), scores_.data());
     const auto scale = static_cast<float>(call_.shape.softmax_scale);
-    for (std::int64_t i = 0; i < count_; ++i) {
-      float* s = scores_.data() + i * key_block;
-      const std::int64_t low = call_.first_visible(position(i)) - block * key_block;
-      const std::int64_t high = position(i) - block * key_block;  // the last one visible
-      for (std::int64_t j = 0; j < key_block; ++j) {
-        s[j] = j >= low && j <= high ? s[j] * scale : minus_infinity;
-      }
-    }
+    for (float& score : scores_) score *= scale;
+    for (std::int64_t i = 0; i < lanes; ++i) hide(i, block * key_block);
     return scores_.data();
   }
 
-  // out [16, value_dim] = weights [16, 128] * values of the block.
+  // out [value_dim, 16] = values of the block^T * weights [128, 16].
   void weigh(std::int64_t block, const float* weights, float* out) {
     const std::int64_t dim = call_.shape.value_dim;
     const auto [values, stride] = block_of(call_.v, dim, block);
-    multiply({tile_rows, static_cast<int>(dim), key_block, key_block, stride, dim}, weights, values,
-             out);
+    multiply_lanes_transposed(static_cast<int>(dim), key_block, values, stride, weights, out);
   }
 
  private:
@@ -104,60 +96,78 @@ class query_tile {
     return {padded_.data(), dim};
   }
 
+  // A lane without a row sees nothing.
+  void hide(std::int64_t i, std::int64_t first_key) {
+    const std::int64_t low = i < count_ ? call_.first_visible(position(i)) - first_key : key_block;
+    const std::int64_t high = i < count_ ? position(i) - first_key : -1;  // the last one visible
+    for (std::int64_t j = 0; j < std::min(low, key_block); ++j) {
+      scores_[index(j * lanes + i)] = minus_infinity;
+    }
+    for (std::int64_t j = std::max<std::int64_t>(0, high + 1); j < key_block; ++j) {
+      scores_[index(j * lanes + i)] = minus_infinity;
+    }
+  }
+
   const attention_call& call_;
   std::int64_t kv_head_, begin_, count_;
   std::vector<float> q_, padded_, scores_;
 };
 
-// Running softmax of a tile: maximum, sum and weighted values per pair.
+// Running softmax of a tile: maximum, sum and weighted values per row.
 struct softmax_state {
-  std::vector<float> maximum, o;  // [16], [16, value_dim]
-  std::vector<double> sum;        // [16]
+  float maximum[lanes];
+  double sum[lanes] = {};
+  std::vector<float> o;  // [value_dim, 16]
+
+  explicit softmax_state(std::int64_t value_dim) : o(index(value_dim * lanes), 0.0f) {
+    std::fill_n(maximum, lanes, minus_infinity);
+  }
 };
 
-// Turns a row's scores into weights relative to its new maximum and rescales what it had. A block
-// that the row cannot see changes nothing.
-void absorb_scores(softmax_state& state, std::int64_t i, float* scores, std::int64_t value_dim) {
-  const float block_maximum = *std::max_element(scores, scores + key_block);
-  if (block_maximum == minus_infinity) {
-    std::fill_n(scores, key_block, 0.0f);
-    return;
-  }
-  const float maximum = std::max(state.maximum[index(i)], block_maximum);
-  const float rescale = std::exp(state.maximum[index(i)] - maximum);
-  double sum = 0;
+// Turns scores [128, 16] into weights relative to the new maxima and rescales what there was. A
+// block that a row cannot see changes nothing of it.
+void absorb_scores(softmax_state& state, float* scores) {
+  float maximum[lanes], rescale[lanes];
+  std::copy_n(state.maximum, lanes, maximum);
   for (std::int64_t j = 0; j < key_block; ++j) {
-    scores[j] = std::exp(scores[j] - maximum);
-    sum += scores[j];
+    for (int i = 0; i < lanes; ++i) maximum[i] = std::max(maximum[i], scores[j * lanes + i]);
   }
-  state.maximum[index(i)] = maximum;
-  state.sum[index(i)] = state.sum[index(i)] * rescale + sum;
-  float* o = state.o.data() + i * value_dim;
-  for (std::int64_t c = 0; c < value_dim; ++c) o[c] *= rescale;
+  for (int i = 0; i < lanes; ++i) {
+    if (maximum[i] == minus_infinity) maximum[i] = 0;  // so that no difference of infinities arises
+    rescale[i] = std::exp(state.maximum[i] - maximum[i]);
+    state.sum[i] *= rescale[i];
+  }
+  for (std::int64_t j = 0; j < key_block; ++j) {
+    for (int i = 0; i < lanes; ++i) {
+      float& score = scores[j * lanes + i];
+      score = score == minus_infinity ? 0.0f : std::exp(score - maximum[i]);
+      state.sum[i] += score;
+    }
+  }
+  for (int i = 0; i < lanes; ++i) {
+    // A row that has seen nothing yet keeps its -inf.
+    if (state.sum[i] > 0) state.maximum[i] = maximum[i];
+  }
+  for (size_t c = 0; c < state.o.size(); ++c) state.o[c] *= rescale[c % lanes];
 }
 
 void attend_tile(const attention_call& call, std::int64_t kv_head, std::int64_t tile_index,
                  float* o, float* lse) {
   query_tile tile(call, kv_head, tile_index);
   const std::int64_t dim = call.shape.value_dim;
-  softmax_state state{std::vector<float>(index(tile_rows), minus_infinity),
-                      std::vector<float>(index(tile_rows * dim), 0.0f),
-                      std::vector<double>(index(tile_rows), 0.0)};
+  softmax_state state(dim);
   std::vector<float> part(state.o.size());
   for (std::int64_t block = tile.first_block(); block <= tile.last_block(); ++block) {
     float* scores = tile.score(block);
-    for (std::int64_t i = 0; i < tile.count(); ++i) {
-      absorb_scores(state, i, scores + i * key_block, dim);
-    }
+    absorb_scores(state, scores);
     tile.weigh(block, scores, part.data());
-    for (std::int64_t c = 0; c < tile.count() * dim; ++c) state.o[index(c)] += part[index(c)];
+    for (size_t c = 0; c < part.size(); ++c) state.o[c] += part[c];
   }
   for (std::int64_t i = 0; i < tile.count(); ++i) {
-    const double sum = state.sum[index(i)];
     for (std::int64_t c = 0; c < dim; ++c) {
-      o[tile.flat(i) * dim + c] = static_cast<float>(state.o[index(i * dim + c)] / sum);
+      o[tile.flat(i) * dim + c] = static_cast<float>(state.o[index(c * lanes + i)] / state.sum[i]);
     }
-    lse[tile.flat(i)] = static_cast<float>(state.maximum[index(i)] + std::log(sum));
+    lse[tile.flat(i)] = static_cast<float>(state.maximum[i] + std::log(state.sum[i]));
   }
 }
 
@@ -187,7 +197,7 @@ void add_column_sums(const full_attention_shape& shape, std::int64_t first, std:
         double* sum = sums + tile.head(i) * stride + block * key_block;
         const std::int64_t there = std::min(key_block, call.keys() - block * key_block);
         for (std::int64_t j = 0; j < there; ++j) {
-          sum[j] += std::exp(scores[i * key_block + j] - lse[tile.flat(i)]);
+          sum[j] += std::exp(scores[j * lanes + i] - lse[tile.flat(i)]);
         }
       }
     }
@@ -208,7 +218,7 @@ void attention_probabilities(const full_attention_shape& shape, std::int64_t pos
       for (std::int64_t i = 0; i < tile.count(); ++i) {
         float* row = out + tile.flat(i) * stride + block * key_block;
         for (std::int64_t j = 0; j < there; ++j) {
-          row[j] = std::exp(scores[i * key_block + j] - lse[tile.flat(i)]);
+          row[j] = std::exp(scores[j * lanes + i] - lse[tile.flat(i)]);
         }
       }
     }

@@ -11,12 +11,7 @@
 namespace kvreplay::tracer {
 namespace {
 
-constexpr std::int64_t row_group = 16;   // below this OpenBLAS' edge kernels change a row's bits
-constexpr std::int64_t row_block = 128;  // rows of one product
-constexpr int tile_columns = 128;        // narrowest column tile where there is more than one
-// OpenBLAS takes small-matrix kernels below about 10^6 multiply-adds on some processors. Such tiles
-// are always multiplied in one shape, so that the choice of kernel cannot depend on the row count.
-constexpr std::int64_t small_product = 1 << 20;
+constexpr int tile_columns = 128;  // narrowest column tile where there is more than one
 
 int tile_count(int outputs) { return std::max(1, outputs / tile_columns); }
 
@@ -27,43 +22,34 @@ int tile_begin(int outputs, int tiles, int i) {
   return static_cast<int>(groups * i / tiles * 16);
 }
 
-void add_bias(const float* bias, std::int64_t rows, int columns, float* y, std::int64_t stride) {
-  for (std::int64_t r = 0; r < rows; ++r) {
-    for (int c = 0; c < columns; ++c) y[r * stride + c] += bias[c];
-  }
+// x [rows, inputs] as groups of 16 rows, [groups, inputs, 16], missing rows zero.
+std::vector<float> to_lanes(const float* x, std::int64_t rows, int inputs, std::int64_t stride) {
+  const std::int64_t groups = (rows + lanes - 1) / lanes;
+  std::vector<float> out(static_cast<size_t>(groups * inputs * lanes), 0.0f);
+  tbb::parallel_for(std::int64_t{0}, groups, [&](std::int64_t g) {
+    float* group = out.data() + g * inputs * lanes;
+    for (std::int64_t lane = 0; lane < std::min<std::int64_t>(lanes, rows - g * lanes); ++lane) {
+      const float* row = x + (g * lanes + lane) * stride;
+      for (std::int64_t i = 0; i < inputs; ++i) group[i * lanes + lane] = row[i];
+    }
+  });
+  return out;
 }
 
-// The last rows % 16 rows of a tile, through zero-padded copies.
-void multiply_tail(product_shape shape, std::int64_t rows, const float* x, const float* weight,
-                   float* y) {
-  std::vector<float> padded(static_cast<size_t>(row_group * shape.inner), 0.0f);
-  std::vector<float> out(static_cast<size_t>(row_group * shape.columns));
-  for (std::int64_t r = 0; r < rows; ++r) {
-    std::copy_n(x + r * shape.stride_a, shape.inner, padded.data() + r * shape.inner);
-  }
-  const std::int64_t stride_y = shape.stride_c;
-  shape.rows = static_cast<int>(row_group);
-  shape.stride_a = shape.inner;
-  shape.stride_c = shape.columns;
-  multiply_transposed(shape, padded.data(), weight, out.data());
-  for (std::int64_t r = 0; r < rows; ++r) {
-    std::copy_n(out.data() + r * shape.columns, shape.columns, y + r * stride_y);
-  }
-}
-
-// All rows of one column tile; shape.rows is set here.
-void multiply_tile(product_shape shape, std::int64_t rows, const float* x, const float* weight,
-                   float* y) {
-  const std::int64_t work = row_group * shape.columns * shape.inner;
-  const std::int64_t step = work < small_product ? row_group : row_block;
-  const std::int64_t whole = rows / row_group * row_group;
-  for (std::int64_t r = 0; r < whole; r += step) {
-    shape.rows = static_cast<int>(std::min(step, whole - r));
-    multiply_transposed(shape, x + r * shape.stride_a, weight, y + r * shape.stride_c);
-  }
-  if (whole < rows) {
-    multiply_tail(shape, rows - whole, x + whole * shape.stride_a, weight,
-                  y + whole * shape.stride_c);
+// Columns begin .. begin + columns - 1 of all rows.
+void multiply_tile(const linear_view& layer, int begin, int columns, const float* x_lanes,
+                   std::int64_t rows, float* y) {
+  const std::int64_t stride = layer.stride == 0 ? layer.inputs : layer.stride;
+  std::vector<float> out(static_cast<size_t>(columns * lanes));
+  for (std::int64_t first = 0; first < rows; first += lanes) {
+    multiply_lanes(columns, layer.inputs, layer.weight + begin * stride, stride,
+                   x_lanes + first * layer.inputs, out.data());
+    for (std::int64_t lane = 0; lane < std::min<std::int64_t>(lanes, rows - first); ++lane) {
+      float* row = y + (first + lane) * layer.outputs + begin;
+      for (std::int64_t c = 0; c < columns; ++c)
+        row[c] = out[static_cast<size_t>(c * lanes + lane)];
+      for (int c = 0; layer.bias != nullptr && c < columns; ++c) row[c] += layer.bias[begin + c];
+    }
   }
 }
 
@@ -71,20 +57,12 @@ void multiply_tile(product_shape shape, std::int64_t rows, const float* x, const
 
 void apply_linear(const linear_view& layer, const float* x, std::int64_t rows, float* y,
                   std::int64_t x_stride) {
+  const auto x_lanes = to_lanes(x, rows, layer.inputs, x_stride == 0 ? layer.inputs : x_stride);
   const int tiles = tile_count(layer.outputs);
-  const std::int64_t stride = layer.stride == 0 ? layer.inputs : layer.stride;
   tbb::parallel_for(0, tiles, [&](int i) {
     const int begin = tile_begin(layer.outputs, tiles, i);
-    product_shape shape;
-    shape.columns = tile_begin(layer.outputs, tiles, i + 1) - begin;
-    shape.inner = layer.inputs;
-    shape.stride_a = x_stride == 0 ? layer.inputs : x_stride;
-    shape.stride_b = stride;
-    shape.stride_c = layer.outputs;
-    multiply_tile(shape, rows, x, layer.weight + begin * stride, y + begin);
-    if (layer.bias != nullptr) {
-      add_bias(layer.bias + begin, rows, shape.columns, y + begin, shape.stride_c);
-    }
+    const int end = tile_begin(layer.outputs, tiles, i + 1);
+    multiply_tile(layer, begin, end - begin, x_lanes.data(), rows, y);
   });
 }
 

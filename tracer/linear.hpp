@@ -15,8 +15,7 @@ struct linear_view {
 };
 
 // y [rows, outputs] = x [rows, inputs] * weight^T + bias. x's rows may lie `x_stride` floats apart
-// (0: inputs). Rows are multiplied in groups of 16, zero-padded where fewer are left, because
-// OpenBLAS sums a lone row in another order; output columns are cut in fixed tiles.
+// (0: inputs). Rows are multiplied 16 at a time (blas.hpp), output columns in fixed tiles.
 void apply_linear(const linear_view& layer, const float* x, std::int64_t rows, float* y,
                   std::int64_t x_stride = 0);
 
