@@ -45,11 +45,14 @@ void score_rows(const float* q, int group, int dim, const T* k, const half_bits*
     const float* block = as_floats(k + std::int64_t{begin} * dim, std::int64_t{rows} * dim, buffer);
     for (int g = 0; g < group; ++g) {
       float* out = scores + g * stride + begin;
-      for (int i = 0; i < rows; ++i) {
-        out[i] = dot(q + std::int64_t{g} * dim, block + std::int64_t{i} * dim, dim);
+      const float* query = q + std::int64_t{g} * dim;
+      int i = 0;
+      for (; i + 4 <= rows; i += 4) {
+        dot_rows<4>(query, block + std::int64_t{i} * dim, dim, out + i);
       }
+      for (; i < rows; ++i) dot_rows<1>(query, block + std::int64_t{i} * dim, dim, out + i);
       if (scale == nullptr) continue;
-      for (int i = 0; i < rows; ++i) out[i] *= half_to_float(scale[begin + i]);
+      for (i = 0; i < rows; ++i) out[i] *= half_to_float(scale[begin + i]);
     }
   }
 }

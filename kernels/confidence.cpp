@@ -33,29 +33,19 @@ struct shifted_sums {
 };
 
 shifted_sums sum_shifted(const float* x, std::int64_t n, float top) {
-  constexpr int lanes = 16;
-  constexpr std::int64_t block =
-      64 * lanes;  // few enough terms a lane for float to be exact enough
+  constexpr std::int64_t block = 1024;
+  float e[block], de[block];
   shifted_sums total;
   for (std::int64_t begin = 0; begin < n; begin += block) {
-    const std::int64_t end = std::min(n, begin + block);
-    float z[lanes] = {};
-    float t[lanes] = {};
-    const auto add = [&](std::int64_t i, int j) {
-      const float d = x[i] - top < -200.0F ? -200.0F : x[i] - top;  // e^d is 0 there
-      const float e = exp_float(d);
-      z[j] += e;
-      t[j] += d * e;
-    };
-    std::int64_t i = begin;
-    for (; i + lanes <= end; i += lanes) {
-      for (int j = 0; j < lanes; ++j) add(i + j, j);
+    const std::int64_t count = std::min(block, n - begin);
+    for (std::int64_t i = 0; i < count; ++i) {
+      const float d = x[begin + i] - top;
+      const float bounded = d < -200.0F ? -200.0F : d;  // e^d is 0 there, and 0 times -inf is not
+      e[i] = exp_float(bounded);
+      de[i] = bounded * e[i];
     }
-    for (int j = 0; i < end; ++i, ++j) add(i, j);
-    for (int j = 0; j < lanes; ++j) {
-      total.z += static_cast<double>(z[j]);
-      total.t += static_cast<double>(t[j]);
-    }
+    total.z += row_sum(e, count);
+    total.t += row_sum(de, count);
   }
   return total;
 }
@@ -66,22 +56,20 @@ logit_summary summarise_logits(std::span<const float> logits) {
   constexpr float infinity = std::numeric_limits<float>::infinity();
   check_logits(logits);
   const auto n = static_cast<std::int64_t>(logits.size());
-  const auto largest = std::max_element(logits.begin(), logits.end());  // the first of equal ones
-  if (n == 0 || *largest == -infinity) {
+  const float top = row_max(logits.data(), n, -infinity);
+  if (n == 0 || top == -infinity) {
     throw std::domain_error(n == 0 ? "there are no logits" : "all logits are -inf");
   }
-  const float top = *largest;
-  float second = -infinity;
-  for (auto it = logits.begin(); it != logits.end(); ++it) {
-    if (it != largest && *it > second) second = *it;
-  }
+  const std::int64_t argmax = std::find(logits.begin(), logits.end(), top) - logits.begin();
+  const float second = row_max(logits.data() + argmax + 1, n - argmax - 1,
+                               row_max(logits.data(), argmax, -infinity));
   const shifted_sums sums = sum_shifted(logits.data(), n, top);
   logit_summary result;
   result.entropy = static_cast<float>(std::max(0.0, std::log(sums.z) - sums.t / sums.z));
   result.margin = second == -infinity ? infinity : top - second;
   result.top = static_cast<float>(1.0 / sums.z);
   result.lse = static_cast<float>(static_cast<double>(top) + std::log(sums.z));
-  result.argmax = static_cast<int>(largest - logits.begin());
+  result.argmax = static_cast<int>(argmax);
   return result;
 }
 

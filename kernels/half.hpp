@@ -16,9 +16,10 @@ inline float half_to_float(half_bits h) {
   // 2^112 moves the exponent bias from 15 to 127 and normalises subnormals on the way.
   const float scaled = std::bit_cast<float>(magnitude) * 0x1p112f;
   const std::uint32_t finite = std::bit_cast<std::uint32_t>(scaled);
-  const std::uint32_t special = magnitude | 0x7f800000u;
-  const std::uint32_t bits = magnitude >= 0x0f800000u ? special : finite;
-  return std::bit_cast<float>(bits | sign);
+  // All ones for infinities and NaN (exponent 31). By arithmetic: a comparison would let the
+  // compiler move the multiplication into a branch.
+  const std::uint32_t special = 0u - ((0x0f7fffffu - magnitude) >> 31);
+  return std::bit_cast<float>(finite | (special & 0x7f800000u) | sign);
 }
 
 // Round to nearest even, as the hardware does. Values beyond 65504 + half a step become infinite;

@@ -6,6 +6,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 namespace kvreplay::kernels {
 
@@ -23,9 +24,11 @@ inline float round_even(float x) {
 // range. x = n ln 2 + r with |r| <= ln 2 / 2, then the Taylor series of e^r to degree 7 (its
 // remainder is below 1e-8).
 inline float exp_float(float x) {
+  constexpr float magic = 12582912.0F;  // as in round_even
   const float low = x < -87.0F ? -87.0F : x;
   const float clamped = low > 88.0F ? 88.0F : low;
-  const float n = round_even(clamped * 1.44269504F);
+  const float shifted = clamped * 1.44269504F + magic;  // n in the low bits
+  const float n = shifted - magic;
   const float r = (clamped - n * 0.693359375F) + n * 2.12194440e-4F;  // ln 2 in two parts
   float p = 1.0F / 5040;
   p = p * r + 1.0F / 720;
@@ -35,30 +38,47 @@ inline float exp_float(float x) {
   p = p * r + 0.5F;
   p = p * r + 1.0F;
   p = p * r + 1.0F;
-  const std::int32_t exponent = (static_cast<std::int32_t>(n) + 127) << 23;
-  return x < -87.0F ? 0.0F : p * std::bit_cast<float>(exponent);
+  const std::uint32_t power = (std::bit_cast<std::uint32_t>(shifted) + 127u) << 23;  // 2^n
+  const std::uint32_t keep = x < -87.0F ? 0u : ~0u;
+  return std::bit_cast<float>(std::bit_cast<std::uint32_t>(p * std::bit_cast<float>(power)) & keep);
 }
 
-// Sum of a[i] b[i], i < n.
-inline float dot(const float* a, const float* b, int n) {
-  constexpr int lanes = 16;
-  float sum[lanes] = {};
-  int i = 0;
-  for (; i + lanes <= n; i += lanes) {
-    for (int j = 0; j < lanes; ++j) sum[j] += a[i + j] * b[i + j];
-  }
-  for (int j = 0; i < n; ++i, ++j) sum[j] += a[i] * b[i];
-  for (int width = lanes / 2; width > 0; width /= 2) {
-    for (int j = 0; j < width; ++j) sum[j] += sum[j + width];
-  }
-  return sum[0];
+// Four floats that the compiler keeps in one register of any x86-64 (or other) machine.
+using float4 [[gnu::vector_size(16)]] = float;
+
+inline float4 load4(const float* p) {
+  float4 v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
 }
 
-// The largest of x[0..n), at least very_negative.
-inline float row_max(const float* x, std::int64_t n) {
+// out[r] = a . (row r of b), b [count, n]. Every product sum takes the same path whatever `count`.
+template <int count>
+inline void dot_rows(const float* a, const float* b, std::int64_t n, float* out) {
+  float4 even[count] = {}, odd[count] = {};
+  float rest[count] = {};
+  std::int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const float4 a0 = load4(a + i), a1 = load4(a + i + 4);
+    for (int r = 0; r < count; ++r) {
+      even[r] += a0 * load4(b + r * n + i);
+      odd[r] += a1 * load4(b + r * n + i + 4);
+    }
+  }
+  for (; i < n; ++i) {
+    for (int r = 0; r < count; ++r) rest[r] += a[i] * b[r * n + i];
+  }
+  for (int r = 0; r < count; ++r) {
+    const float4 sum = even[r] + odd[r];
+    out[r] = ((sum[0] + sum[2]) + (sum[1] + sum[3])) + rest[r];
+  }
+}
+
+// The largest of x[0..n), at least `start`.
+inline float row_max(const float* x, std::int64_t n, float start) {
   constexpr int lanes = 16;
   float best[lanes];
-  for (float& b : best) b = very_negative;
+  for (float& b : best) b = start;
   std::int64_t i = 0;
   for (; i + lanes <= n; i += lanes) {
     for (int j = 0; j < lanes; ++j) best[j] = best[j] < x[i + j] ? x[i + j] : best[j];
@@ -91,7 +111,7 @@ inline double exp_row(float* x, std::int64_t n, float shift) {
 // Turns n scores into probabilities in place and returns ln of the sum of exponentials; `sink`
 // (may be null) is one more score that takes part in the sum alone. n = 0: the sink, or -inf.
 inline float softmax_row(float* scores, std::int64_t n, const float* sink) {
-  float top = row_max(scores, n);
+  float top = row_max(scores, n, very_negative);
   if (sink != nullptr && *sink > top) top = *sink;
   double sum = exp_row(scores, n, top);
   if (sink != nullptr) sum += std::exp(static_cast<double>(*sink) - static_cast<double>(top));

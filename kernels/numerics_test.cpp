@@ -53,9 +53,15 @@ TEST_CASE("sums, maxima and roundings of any length") {
       sum += static_cast<double>(a[i]);
       largest = std::max(largest, a[i]);
     }
-    CHECK(near(dot(a.data(), b.data(), n), product, 1e-5));
+    float together[4], alone = 0;
+    std::vector<float> rows = b;
+    for (int r = 1; r < 4; ++r) rows.insert(rows.end(), b.begin(), b.end());
+    dot_rows<4>(a.data(), rows.data(), n, together);
+    dot_rows<1>(a.data(), b.data(), n, &alone);
+    CHECK(near(alone, product, 1e-5));
+    for (const float x : together) CHECK(x == alone);
     CHECK(near(row_sum(a.data(), n), sum, 1e-12));
-    CHECK(row_max(a.data(), n) == largest);
+    CHECK(row_max(a.data(), n, very_negative) == largest);
   }
   CHECK(round_even(0.5F) == 0.0F);
   CHECK(round_even(1.5F) == 2.0F);

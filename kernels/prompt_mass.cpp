@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 
 #include "kernels/numerics.hpp"
@@ -51,15 +52,20 @@ std::vector<float> pack_keys(const layer_view& v, const float* k, int head, std:
   return packed;
 }
 
-// out[j] = q . key j of the tile, each summed channel by channel, so that a result's bits do not
-// depend on what is computed beside it.   q [dim], keys [dim, tile]
-void score_tile(const float* q, const float* keys, int dim, float* out) {
-  float sum[tile] = {};
+// out[r][j] = (row r of q) . key j of the tile, each summed channel by channel, so that a result's
+// bits do not depend on what is computed beside it.
+//   q [count, dim], keys [dim, tile], out [count] rows of `stride`
+template <int count>
+void score_tile(const float* q, const float* keys, int dim, float* out, std::int64_t stride) {
+  constexpr int parts = tile / 4;
+  float4 sum[count][parts] = {};
   for (int c = 0; c < dim; ++c) {
-    const float x = q[c];
-    for (int j = 0; j < tile; ++j) sum[j] += x * keys[std::int64_t{c} * tile + j];
+    for (int p = 0; p < parts; ++p) {
+      const float4 key = load4(keys + std::int64_t{c} * tile + 4 * p);
+      for (int r = 0; r < count; ++r) sum[r][p] += q[std::int64_t{r} * dim + c] * key;
+    }
   }
-  for (int j = 0; j < tile; ++j) out[j] = sum[j];
+  for (int r = 0; r < count; ++r) std::memcpy(out + r * stride, sum[r], sizeof sum[r]);
 }
 
 // A block of query positions of one KV head.
@@ -105,8 +111,13 @@ void block_rows(const layer_view& v, const std::vector<float>& packed, int head,
   const std::int64_t last_tile = (b.first + b.steps + tile - 1) / tile;
   for (std::int64_t t = first_tile; t < last_tile; ++t) {
     const float* keys = packed.data() + t * v.dim * tile;
-    for (std::int64_t r = 0; r < rows; ++r) {
-      score_tile(q_scaled.data() + r * v.dim, keys, v.dim, out + r * stride + t * tile);
+    float* to = out + t * tile;
+    std::int64_t r = 0;
+    for (; r + 2 <= rows; r += 2) {
+      score_tile<2>(q_scaled.data() + r * v.dim, keys, v.dim, to + r * stride, stride);
+    }
+    for (; r < rows; ++r) {
+      score_tile<1>(q_scaled.data() + r * v.dim, keys, v.dim, to + r * stride, stride);
     }
   }
   for (std::int64_t r = 0; r < rows; ++r) {
