@@ -156,13 +156,14 @@ TEST_CASE("selection runs after P-1, then every n-th step, or never again") {
 }
 
 // held entries of one head: select after P-1 with held = P, then one newcomer a step.
-std::vector<int> held_over(const budget_plan& plan, int n_prompt, std::string_view tight) {
+std::vector<int> held_over(const budget_plan& plan, int n_prompt, std::string_view tight,
+                           int layer = 0) {
   std::vector<int> out;
   int held = n_prompt;
   for (size_t i = 0; i < tight.size(); ++i) {
     if (i > 0) ++held;
     const auto step = static_cast<std::int64_t>(i) + n_prompt - 1;
-    held = std::min(held, plan.budget(step, 0, 0, held, tight[i] == 'T'));
+    held = std::min(held, plan.budget(step, layer, 0, held, tight[i] == 'T'));
     out.push_back(held);
   }
   return out;
@@ -173,6 +174,29 @@ TEST_CASE("the gate read literally: shrinking is instant, growing one entry a st
   CHECK(held_over(plan, 12, "LLTLLLLLLT") == std::vector<int>{8, 8, 4, 5, 6, 7, 8, 8, 8, 4});
   CHECK(held_over(plan, 12, "TL") == std::vector<int>{4, 5});
   CHECK(held_over(plan, 3, "TTTL") == std::vector<int>{3, 4, 4, 5});
+}
+
+// c(95 .. 191) >= 0.6 in the golden trace `plain` (4 layers, prompt 96), T for tight.
+constexpr std::string_view plain_trace =
+    "LLLLLLLLLLLLLLLLLTTTLTLTTTLTTTLTTTTLLLTTTTTLTTTTLTTLTLTTTLTTLTLT"
+    "LLTLLTLLLLLLLLLLLLLLLLLLLLTTLLTTT";
+
+// Entries per head while a step attends, mean over the decode steps and the layers.
+double mean_entries(const budget_plan& plan, int layers, int n_prompt, std::string_view tight) {
+  double sum = 0;
+  for (int layer = 0; layer < layers; ++layer) {
+    const std::vector<int> held = held_over(plan, n_prompt, tight, layer);
+    for (size_t i = 0; i + 1 < held.size(); ++i) sum += held[i] + 1;
+  }
+  return sum / layers / static_cast<double>(tight.size() - 1);
+}
+
+TEST_CASE("mean entries of an independent implementation on a recorded gate") {
+  // The figures of the float64 reference.
+  CHECK(mean_entries(plan_of("confkv:tau=0.6,high=32,low=64,recent=16"), 4, 96, plain_trace) ==
+        doctest::Approx(41.125).epsilon(1e-12));
+  CHECK(mean_entries(plan_of("confkv-l:tau=0.6,high=32,low=64,recent=8"), 4, 96, plain_trace) ==
+        doctest::Approx(41.098958333333336).epsilon(1e-12));
 }
 
 TEST_CASE("shrink=2: at most two leave a step, the prompt included once it is below low") {
