@@ -67,8 +67,8 @@ TEST_CASE("its width is that of the mean's standard error") {
 }
 
 TEST_CASE("five sequences are drawn whole, four in blocks") {
-  // Within a sequence all values agree, so blocks of one would understate nothing but the number of
-  // units differs: with whole sequences only multiples of 1/5 can come out.
+  // Drawn whole, only multiples of 1/5 can come out; in blocks of 64 there are ten units, not five,
+  // and the interval is narrower.
   sequences data;
   for (int s = 0; s < 5; ++s) data.emplace_back(128, s == 0 ? 1.0 : 0.0);
   const auto whole = bootstrap_mean(data);

@@ -54,26 +54,26 @@ TEST_CASE("a small report, as it stands on the terminal") {
   options.width = 92;
   options.footer = {"layers 4/30",
                     "open loop: evicted context does not change later hidden states"};
-  const std::string expected =
-      "policy                    precision  entries  bytes [MiB]   ratio  recall  output_rel_l2\n"
-      "----------------------------------------------------------------------------------------\n"
-      "full                      fp16          2048        4.000   1.000   1.000        0.05000\n";
   const std::string text = to_table(small_report(), options);
-  MESSAGE(text);
+  CHECK(text ==
+        R"(policy                    precision  entries  bytes [MiB]   ratio  recall  output_rel_l2
+----------------------------------------------------------------------------------------
+full                      fp16          2048        4.000   1.000   1.000        0.05000
+window:budget=512         fp16         513.0        1.002  0.2505  0.5421        0.05000
+confkv:tau=0.6,high=256,  fp16         259.1       0.5059  0.1265  0.9055        0.05000
+  low=768,decay=0.97,
+  recency=0.05,mass=log+
+  int8:age=128
+trimkv                    fp16
+  failed: t.h5 has no retention
+layers 4/30
+open loop: evicted context does not change later hidden states
+)");
   const auto lines = lines_of(text);
-  CHECK(lines[0].starts_with("policy "));
-  CHECK(lines[0].find("bytes [MiB]") != std::string::npos);
-  CHECK(lines[0].find("bound") == std::string::npos);
-  CHECK(lines[0].find("mode") == std::string::npos);
-  CHECK(lines.back() == options.footer[1]);
-  CHECK(text.find("\n  failed: t.h5 has no retention\n") != std::string::npos);
-  CHECK(text.find("0.9055") != std::string::npos);
-  CHECK(text.find("0.5059") != std::string::npos);
   for (const auto& line : lines) {
     CHECK(line.size() <= 92);
     CHECK_FALSE(line.ends_with(' '));
   }
-  (void)expected;
 }
 
 TEST_CASE("columns appear where rows fill them or differ in them") {
