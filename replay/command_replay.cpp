@@ -1,0 +1,317 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "policies/params.hpp"
+#include "policies/policy.hpp"
+#include "replay/commands.hpp"
+#include "replay/match_bytes.hpp"
+#include "replay/open_loop.hpp"
+#include "replay/progress.hpp"
+#include "replay/text.hpp"
+#include "reports/atomic_file.hpp"
+#include "reports/csv.hpp"
+#include "reports/json.hpp"
+#include "reports/table.hpp"
+#include "traces/reader.hpp"
+
+namespace kvreplay::replay {
+namespace {
+
+constexpr const char* open_loop_line =
+    "open loop: the recorded run's queries, keys and values are replayed; what an evicted entry "
+    "would have changed in later hidden states is left out";
+
+enum class output_format { json, csv };
+
+output_format format_of(const std::string& path) {
+  const auto extension = std::filesystem::path(path).extension();
+  if (extension == ".json") return output_format::json;
+  if (extension == ".csv") return output_format::csv;
+  throw usage_error(fmt::format("-o {}: the ending decides the format; known: .json, .csv", path));
+}
+
+// --match-bytes: a policy whose mean bytes are the target, or a size.
+struct match_target {
+  std::optional<policies::policy> policy;
+  double bytes = 0;
+};
+
+std::optional<match_target> read_target(const std::string& text) {
+  if (text.empty()) return std::nullopt;
+  match_target target;
+  if (text.find_first_not_of("0123456789") == std::string::npos ||
+      (text[0] >= '0' && text[0] <= '9')) {
+    policies::param_reader reader("--match-bytes", {{"size", text}});
+    const auto amount = reader.size("size", std::nullopt, "");
+    if (amount.unit == policies::amount_unit::percent) {
+      throw usage_error(
+          fmt::format("--match-bytes {}: expected a SPEC or a size such as 64MiB", text));
+    }
+    target.bytes = amount.value;
+    return target;
+  }
+  target.policy = policies::parse_policy(text);
+  return target;
+}
+
+class replay_run {
+ public:
+  replay_run(const common_options& common, const replay_command& command)
+      : common_(common), command_(command), target_(read_target(command.match_bytes)) {
+    for (const auto& spec : command.policies) policies_.push_back(policies::parse_policy(spec));
+    for (const auto& path : command.outputs) format_of(path);
+    const bool detailed =
+        !command.steps_file.empty() || !command.heads_file.empty() || !command.kept_file.empty();
+    if (command.resume && (detailed || command.outputs.empty())) {
+      throw usage_error(
+          detailed ? "--resume keeps finished rows only: it excludes --steps, --heads and --kept"
+                   : "--resume needs -o: the journal of finished rows stands beside that file");
+    }
+  }
+
+  int run();
+
+ private:
+  void probe() const;
+  void run_trace(const std::string& path);
+  void run_sequence(const traces::reader& trace, int sequence);
+  std::vector<matched_policy> matched(const traces::reader& trace, int sequence,
+                                      const open_loop_options& options);
+  const reports::result* finished(const traces::reader& trace, int sequence,
+                                  const policies::policy& policy) const;
+  void keep(lane_output lane, const matched_policy& match);
+  void write_kept(const traces::reader& trace, int sequence, const lane_output& lane);
+  void write_outputs() const;
+  void print_table() const;
+
+  const common_options& common_;
+  const replay_command& command_;
+  std::optional<match_target> target_;
+  std::vector<policies::policy> policies_;
+  std::vector<reports::result> journal_rows_;
+  std::optional<reports::journal_writer> journal_;
+  reports::report report_;
+  std::ostringstream steps_, heads_, kept_;
+  bool partial_layers_ = false, recovered_ = false;
+};
+
+void replay_run::probe() const {
+  for (const auto& path : command_.outputs) reports::probe_writable(path);
+  for (const auto* path : {&command_.steps_file, &command_.heads_file, &command_.kept_file}) {
+    if (!path->empty()) reports::probe_writable(*path);
+  }
+}
+
+int replay_run::run() {
+  probe();
+  if (!command_.outputs.empty()) {
+    const auto& target = command_.outputs.front();
+    if (command_.resume) journal_rows_ = reports::read_journal(target);
+    journal_.emplace(target, command_.resume ? reports::journal_writer::start::resume
+                                             : reports::journal_writer::start::fresh);
+  }
+  report_.tool = {version_number(),     revision_text(), "cpu",      hdf5_text(),    cuda_text(),
+                  common_.command_line, compiler_text(), cpu_text(), common_.threads};
+  for (const auto& path : command_.traces) run_trace(path);
+  write_outputs();
+  if (journal_) journal_->remove();
+  print_table();
+  const bool failed = std::any_of(report_.runs.begin(), report_.runs.end(),
+                                  [](const auto& row) { return row.status != "ok"; });
+  if (failed) return exit_failed;
+  return recovered_ ? exit_recovered : exit_ok;
+}
+
+// A trace that cannot be read is one failed row per policy; the other traces go on. Alone on the
+// command line it is the error itself.
+void replay_run::run_trace(const std::string& path) {
+  try {
+    const traces::reader trace(path, {.recover = command_.recover});
+    partial_layers_ = partial_layers_ || !trace.model().records_all_layers();
+    if (!trace.complete()) {
+      recovered_ = true;
+      for (const auto& s : trace.sequences()) {
+        fmt::print(
+            stderr,
+            "kvreplay: {}: unfinished recording, replaying {} whole positions of sequence {}\n",
+            path, s.n_tokens, s.id);
+      }
+    }
+    for (const auto& s : trace.sequences()) run_sequence(trace, s.id);
+  } catch (const traces::trace_error& e) {
+    if (command_.traces.size() == 1) throw;
+    for (const auto& policy : policies_) {
+      reports::result row;
+      row.trace = path;
+      row.policy = policy.resolved;
+      row.name = policy.name;
+      row.params = policy.params;
+      row.precision = policy.precision_name;
+      row.status = "failed";
+      row.note = e.what();
+      report_.runs.push_back(std::move(row));
+    }
+  }
+}
+
+void replay_run::run_sequence(const traces::reader& trace, int sequence) {
+  const auto& info = trace.sequence(sequence);
+  if (command_.skip >= info.n_decode() && info.n_decode() > 0) {
+    throw usage_error(fmt::format("--skip {}: sequence {} of {} has {} decode steps", command_.skip,
+                                  sequence, trace.path(), info.n_decode()));
+  }
+  open_loop_options options;
+  options.bound = !command_.no_bound;
+  options.skip = command_.skip;
+  options.block = command_.block;
+  options.per_step = !command_.steps_file.empty();
+  options.per_head = !command_.heads_file.empty();
+  options.kept = !command_.kept_file.empty();
+  const auto matches = matched(trace, sequence, options);
+  std::vector<policies::policy> todo;
+  for (const auto& match : matches) {
+    if (finished(trace, sequence, match.policy) == nullptr) todo.push_back(match.policy);
+  }
+  std::vector<lane_output> lanes;
+  {
+    progress_bar bar(fmt::format("{} policies", todo.size()), "layer steps", common_.quiet);
+    options.progress = [&](std::int64_t done, std::int64_t total) { bar.update(done, total); };
+    if (!todo.empty()) lanes = replay_open(trace, sequence, todo, options);
+  }
+  size_t next = 0;
+  for (const auto& match : matches) {
+    if (const auto* row = finished(trace, sequence, match.policy)) {
+      report_.runs.push_back(*row);
+      continue;
+    }
+    auto& lane = lanes[next++];
+    if (options.kept && lane.row.status == "ok") write_kept(trace, sequence, lane);
+    keep(std::move(lane), match);
+  }
+}
+
+std::vector<matched_policy> replay_run::matched(const traces::reader& trace, int sequence,
+                                                const open_loop_options& options) {
+  if (!target_) {
+    std::vector<matched_policy> as_given;
+    for (const auto& policy : policies_) as_given.push_back({policy, {}, {}, {}});
+    return as_given;
+  }
+  double bytes = target_->bytes;
+  if (target_->policy) {
+    auto light = options;
+    light.quality = light.per_step = light.per_head = light.kept = false;
+    const auto rows = replay_open(trace, sequence, {&*target_->policy, 1}, light);
+    if (rows[0].row.status != "ok") {
+      throw traces::trace_error(
+          fmt::format("--match-bytes {}: {}", command_.match_bytes, rows[0].row.note));
+    }
+    bytes = rows[0].row.memory.mean_bytes.value_or(0);
+  }
+  return match_bytes(trace, sequence, policies_, bytes, options);
+}
+
+const reports::result* replay_run::finished(const traces::reader& trace, int sequence,
+                                            const policies::policy& policy) const {
+  const auto scored = trace.sequence(sequence).n_decode() - command_.skip;
+  for (const auto& row : journal_rows_) {
+    if (row.status == "ok" && row.trace_fingerprint == trace.fingerprint(sequence) &&
+        row.sequence == sequence && row.policy == policy.resolved && row.mode == "open" &&
+        row.tokens.scored == scored && row.quality.recall_bound.has_value() != command_.no_bound) {
+      return &row;
+    }
+  }
+  return nullptr;
+}
+
+void replay_run::keep(lane_output lane, const matched_policy& match) {
+  auto& row = lane.row;
+  row.budget_factor = match.factor;
+  row.match_difference = match.difference;
+  if (!match.note.empty()) {
+    row.note += fmt::format("{}{}", row.note.empty() ? "" : "; ", match.note);
+  }
+  for (const auto& step : lane.steps) reports::write_row(steps_, step);
+  for (const auto& head : lane.heads) reports::write_row(heads_, head);
+  if (journal_) journal_->append(row);
+  report_.runs.push_back(std::move(row));
+}
+
+void replay_run::write_kept(const traces::reader& trace, int sequence, const lane_output& lane) {
+  reports::kept_row row;
+  row.key = {lane.row.trace, lane.row.policy, lane.row.mode, sequence};
+  for_each_kept_set(
+      trace, sequence, lane,
+      [&](std::int64_t step, int layer, int kv_head, const std::vector<std::int32_t>& positions) {
+        row.step = step;
+        row.layer = layer;
+        row.kv_head = kv_head;
+        row.positions = positions;
+        reports::write_row(kept_, row);
+      });
+}
+
+void replay_run::write_outputs() const {
+  for (const auto& path : command_.outputs) {
+    reports::write_atomic(path, format_of(path) == output_format::json
+                                    ? reports::to_json(report_)
+                                    : reports::to_csv(report_.runs));
+  }
+  const auto detailed = [](const std::string& path, std::string_view header,
+                           const std::ostringstream& rows) {
+    if (!path.empty()) reports::write_atomic(path, std::string(header) + rows.str());
+  };
+  detailed(command_.steps_file, reports::steps_header, steps_);
+  detailed(command_.heads_file, reports::heads_header, heads_);
+  detailed(command_.kept_file, reports::kept_header, kept_);
+}
+
+// What a policy's parameters are when only what must be said is said.
+std::vector<std::pair<std::string, std::string>> default_params(const std::string& name) {
+  for (const char* required : {"", ":budget=1"}) {
+    try {
+      auto params = policies::parse_policy(name + required).params;
+      std::erase_if(params, [](const auto& p) { return p.first == "budget"; });
+      return params;
+    } catch (const policies::spec_error&) {
+      continue;
+    }
+  }
+  return {};
+}
+
+void replay_run::print_table() const {
+  reports::table_options options;
+  options.width = 110;
+  for (const auto& row : report_.runs) {
+    options.labels.push_back(reports::short_policy(row, default_params(row.name)));
+  }
+  if (partial_layers_) {
+    options.footer.push_back(fmt::format("layers {}: bytes and quality are of the recorded layers",
+                                         report_.runs.front().layers));
+  }
+  if (target_) {
+    options.footer.push_back(
+        fmt::format("budgets scaled to the mean bytes of {}", command_.match_bytes));
+  }
+  options.footer.emplace_back(open_loop_line);
+  fmt::print("{}", reports::to_table(report_.runs, options));
+}
+
+}  // namespace
+
+int run_replay(const common_options& common, const replay_command& command) {
+  require_cpu(common.device, "replay");
+  replay_run run(common, command);
+  return run.run();
+}
+
+}  // namespace kvreplay::replay

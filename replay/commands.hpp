@@ -1,0 +1,69 @@
+// The commands behind `kvreplay`: main.cpp fills these structs from the command line and calls the
+// functions, which return the exit code. They print results to stdout and everything else to
+// stderr; errors are exceptions that main turns into one line.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "tracer/record.hpp"
+#include "traces/synth.hpp"
+
+namespace kvreplay::replay {
+
+// A command line that cannot be meant: exit code 2.
+class usage_error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+enum exit_code : int { exit_ok = 0, exit_failed = 1, exit_usage = 2, exit_recovered = 3 };
+
+struct common_options {
+  std::string device = "auto";  // auto | cpu | cuda
+  int threads = 0;              // 0: one per core
+  bool quiet = false;
+  std::string command_line;  // as typed, for the results file
+};
+
+struct record_command {
+  std::string model_directory, tokens_file, output;
+  std::string kv_dtype = "fp16", logits = "stats", attention = "none", rows = "all";
+  std::vector<std::string> with;
+  tracer::record_options options;
+};
+int run_record(const common_options& common, record_command command);
+
+struct synth_command {
+  std::string output, heads = "6/3";
+  std::vector<std::string> with;
+  traces::synth_options options;
+};
+int run_synth(const common_options& common, synth_command command);
+
+struct inspect_command {
+  std::string trace;
+  bool check = false, all = false, recover = false;
+};
+int run_inspect(const common_options& common, const inspect_command& command);
+
+struct policies_command {
+  std::string name;
+};
+int run_policies(const policies_command& command);
+
+struct replay_command {
+  std::vector<std::string> traces, policies, outputs;
+  std::string match_bytes, steps_file, heads_file, kept_file;
+  std::int64_t skip = 0, block = 128;
+  bool no_bound = false, recover = false, resume = false;
+};
+int run_replay(const common_options& common, const replay_command& command);
+
+// `kvreplay --version`: version, revision, compiler, HDF5, CUDA, CPU; several lines.
+std::string version_text();
+
+}  // namespace kvreplay::replay

@@ -1,0 +1,240 @@
+// kvreplay: declare, parse, dispatch. Everything else lives behind commands.hpp.
+#include <fmt/format.h>
+#include <tbb/global_control.h>
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <exception>
+#include <functional>
+#include <map>
+#include <string>
+#include <thread>
+
+#include "policies/policy.hpp"
+#include "replay/commands.hpp"
+
+namespace {
+
+using namespace kvreplay::replay;
+
+struct command_line {
+  common_options common;
+  record_command record;
+  synth_command synth;
+  inspect_command inspect;
+  policies_command policies;
+  replay_command replay;
+};
+
+void add_common(CLI::App& app, common_options& common) {
+  app.add_option("--threads", common.threads, "Threads; results do not depend on it [one per core]")
+      ->check(CLI::Range(1, 4096));
+  app.add_flag("--quiet", common.quiet, "No progress and no notes on stderr");
+}
+
+void add_device(CLI::App& app, common_options& common) {
+  app.add_option("--device", common.device, "auto, cpu or cuda")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
+      ->capture_default_str();
+}
+
+void add_record(CLI::App& app, command_line& line) {
+  auto& c = line.record;
+  auto& o = c.options;
+  auto* sub = app.add_subcommand("record", "Run a model and write a trace");
+  sub->add_option("--model", c.model_directory, "Hugging Face directory (config.json, safetensors)")
+      ->required();
+  sub->add_option("--tokens", c.tokens_file, "Token ids, decimal, separated by white space")
+      ->required();
+  sub->add_option("-o,--output", c.output, "The trace to write")->required();
+  sub->add_option("--prompt-length", o.prompt_length,
+                  "Positions that are the prompt; the rest is teacher-forced");
+  sub->add_option("--generate", o.generate, "All tokens are the prompt; generate N more");
+  sub->add_option("--temperature", o.temperature, "Of --generate; 0 is greedy")
+      ->check(CLI::Range(0.0, 100.0))
+      ->capture_default_str();
+  sub->add_option("--seed", o.seed, "Of --generate")->capture_default_str();
+  sub->add_option("--kv-dtype", c.kv_dtype,
+                  "fp16: q, k, v are rounded before attention; fp32: only the stored copy is")
+      ->check(CLI::IsMember({"fp16", "fp32"}))
+      ->capture_default_str();
+  sub->add_option("--logits", c.logits, "stats: confidence only; full: whole rows, float32")
+      ->check(CLI::IsMember({"stats", "full"}))
+      ->capture_default_str();
+  sub->add_option("--attention", c.attention, "Probability rows: none, full or every=k")
+      ->capture_default_str();
+  sub->add_option("--layers", o.layers, "Layers to record, e.g. 0,6,12 [all]")->delimiter(',');
+  sub->add_option("--with", c.with, "More datasets: wo, value_norm, residual")
+      ->delimiter(',')
+      ->check(CLI::IsMember({"wo", "value_norm", "residual"}));
+  sub->add_option("--rows", c.rows, "decode: q, o, lse from 64 positions before the decode on")
+      ->check(CLI::IsMember({"all", "decode"}))
+      ->capture_default_str();
+  sub->add_option("--block", o.block, "Positions per pass of a teacher-forced recording")
+      ->check(CLI::Range(1, 65536))
+      ->capture_default_str();
+  sub->add_option("--flush-every", o.flush_every, "Positions between flushes of --generate")
+      ->check(CLI::Range(1, 1 << 20))
+      ->capture_default_str();
+  sub->footer(
+      "Example:\n  kvreplay record --model SmolLM2 --tokens text.tokens --prompt-length 512 -o "
+      "run.h5");
+  add_common(*sub, line.common);
+  add_device(*sub, line.common);
+}
+
+void add_synth(CLI::App& app, command_line& line) {
+  auto& c = line.synth;
+  auto& o = c.options;
+  auto* sub = app.add_subcommand("synth", "Write a synthetic trace, without a model");
+  sub->add_option("-o,--output", c.output, "The trace to write")->required();
+  sub->add_option("--layers", o.layers, "Layers")
+      ->check(CLI::Range(1, 1024))
+      ->capture_default_str();
+  sub->add_option("--heads", c.heads, "Query heads / KV heads")->capture_default_str();
+  sub->add_option("--head-dim", o.head_dim, "Channels of q and k")
+      ->check(CLI::Range(1, 256))
+      ->capture_default_str();
+  sub->add_option("--value-dim", o.value_dim, "Channels of v [as --head-dim]")
+      ->check(CLI::Range(1, 256));
+  sub->add_option("--prompt-length", o.prompt_length, "Positions of the prompt")
+      ->check(CLI::Range(1, 1 << 24))
+      ->capture_default_str();
+  sub->add_option("--tokens", o.tokens, "Positions in all")
+      ->check(CLI::Range(1, 1 << 24))
+      ->capture_default_str();
+  sub->add_option("--sequences", o.sequences, "Sequences")
+      ->check(CLI::Range(1, 100000))
+      ->capture_default_str();
+  sub->add_option("--seed", o.seed, "The same seed gives the same trace")->capture_default_str();
+  sub->add_option("--sink", o.sink, "Strength of the sink at position 0, nats")
+      ->check(CLI::Range(0.0, 50.0))
+      ->capture_default_str();
+  sub->add_option("--heavy-share", o.heavy_share, "Share of positions that keep drawing attention")
+      ->check(CLI::Range(0.0, 1.0))
+      ->capture_default_str();
+  sub->add_option("--heavy", o.heavy, "Their strength, nats")
+      ->check(CLI::Range(0.0, 50.0))
+      ->capture_default_str();
+  sub->add_option("--drift", o.drift, "How fast the queries' direction moves per step")
+      ->check(CLI::Range(0.0, 1.0))
+      ->capture_default_str();
+  sub->add_option("--locality", o.locality, "Nats lost per position of distance")
+      ->check(CLI::Range(0.0, 10.0))
+      ->capture_default_str();
+  sub->add_option("--window", o.window,
+                  "Attention window of each layer, e.g. 0,64,0,64; 0 = global")
+      ->delimiter(',');
+  sub->add_option("--with", c.with,
+                  "More datasets: sinks, value_norm, retention, residual, wo, attention")
+      ->delimiter(',')
+      ->check(CLI::IsMember({"sinks", "value_norm", "retention", "residual", "wo", "attention"}));
+  sub->footer("Example:\n  kvreplay synth -o s.h5 --layers 4 --heads 8/2 --tokens 512 --seed 1");
+  add_common(*sub, line.common);
+}
+
+void add_inspect(CLI::App& app, command_line& line) {
+  auto& c = line.inspect;
+  auto* sub = app.add_subcommand("inspect", "What a trace holds, and whether it keeps the rules");
+  sub->add_option("trace", c.trace, "The trace")->required();
+  sub->add_flag("--check", c.check, "Verify every rule; recompute o and lse on a sample of rows");
+  sub->add_flag("--all", c.all, "With --check: every row")->needs("--check");
+  sub->add_flag("--recover", c.recover, "Read an unfinished recording up to its last whole step");
+  sub->footer("Example:\n  kvreplay inspect run.h5 --check --all");
+  add_common(*sub, line.common);
+}
+
+void add_policies(CLI::App& app, command_line& line) {
+  auto* sub = app.add_subcommand("policies", "The catalogue, or one policy's manual page");
+  sub->add_option("name", line.policies.name, "A policy or modifier");
+  sub->footer("Example:\n  kvreplay policies confkv");
+}
+
+void add_replay(CLI::App& app, command_line& line) {
+  auto& c = line.replay;
+  auto* sub = app.add_subcommand("replay", "Run policies over traces and score them");
+  sub->add_option("traces", c.traces, "Traces")->required();
+  sub->add_option("-p,--policy", c.policies, "SPEC: name:key=value,key=value+modifier:key=value")
+      ->required()
+      ->take_all()
+      ->expected(1)
+      ->allow_extra_args(false);
+  sub->add_option("-o,--output", c.outputs, "Results file, .json or .csv; may be repeated")
+      ->take_all()
+      ->expected(1)
+      ->allow_extra_args(false);
+  sub->add_option("--match-bytes", c.match_bytes,
+                  "Scale every budget until mean bytes equal this SPEC's, or this size (64MiB)");
+  sub->add_flag("--no-bound", c.no_bound, "Skip recall_bound: a step then costs O(budget)");
+  sub->add_option("--skip", c.skip, "Leave the first N decode steps out of the metrics")
+      ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 40))
+      ->capture_default_str();
+  sub->add_option("--block", c.block, "Steps per pass; results do not depend on it")
+      ->check(CLI::Range(1, 65536))
+      ->capture_default_str();
+  sub->add_flag("--recover", c.recover, "Read unfinished recordings up to their last whole step");
+  sub->add_flag("--resume", c.resume, "Keep finished rows of an interrupted run of this command");
+  sub->add_option("--steps", c.steps_file, "CSV: bytes, entries, confidence, quality per step");
+  sub->add_option("--heads", c.heads_file, "CSV: entries and quality per layer and KV head");
+  sub->add_option("--kept", c.kept_file, "CSV: the positions kept after every step");
+  sub->footer(
+      "Example:\n  kvreplay replay run.h5 -p full -p h2o:budget=256 -p confkv+int8 --match-bytes "
+      "window:budget=512");
+  add_common(*sub, line.common);
+  add_device(*sub, line.common);
+}
+
+int dispatch(const CLI::App& app, const command_line& line) {
+  if (app.got_subcommand("record")) return run_record(line.common, line.record);
+  if (app.got_subcommand("synth")) return run_synth(line.common, line.synth);
+  if (app.got_subcommand("inspect")) return run_inspect(line.common, line.inspect);
+  if (app.got_subcommand("policies")) return run_policies(line.policies);
+  return run_replay(line.common, line.replay);
+}
+
+int parse_and_run(int argc, char** argv) {
+  command_line line;
+  line.common.command_line = fmt::format("{}", fmt::join(argv, argv + argc, " "));
+  CLI::App app("Record a decode once, replay any KV-cache policy over it, score bytes and quality.",
+               "kvreplay");
+  app.set_version_flag("--version", version_text);
+  app.require_subcommand(1);
+  app.get_formatter()->column_width(34);
+  add_record(app, line);
+  add_synth(app, line);
+  add_inspect(app, line);
+  add_policies(app, line);
+  add_replay(app, line);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& e) {
+    return app.exit(e);
+  } catch (const CLI::ParseError& e) {
+    fmt::print(stderr, "kvreplay: {} (see kvreplay --help)\n", e.what());
+    return exit_usage;
+  }
+  const int threads = line.common.threads > 0
+                          ? line.common.threads
+                          : static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
+  line.common.threads = threads;
+  const tbb::global_control limit(tbb::global_control::max_allowed_parallelism,
+                                  static_cast<size_t>(threads));
+  return dispatch(app, line);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return parse_and_run(argc, argv);
+  } catch (const usage_error& e) {
+    fmt::print(stderr, "kvreplay: {}\n", e.what());
+    return exit_usage;
+  } catch (const kvreplay::policies::spec_error& e) {
+    fmt::print(stderr, "kvreplay: {}\n", e.what());
+    return exit_usage;
+  } catch (const std::exception& e) {
+    fmt::print(stderr, "kvreplay: {}\n", e.what());
+    return exit_failed;
+  }
+}

@@ -1,0 +1,84 @@
+// One pass of the open loop over a sequence: shared by open_loop.cpp, which runs it, and
+// open_loop_rows.cpp, which turns what was measured into rows.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "replay/bind.hpp"
+#include "replay/full_reference.hpp"
+#include "replay/layer_data.hpp"
+#include "replay/measures.hpp"
+#include "replay/observe.hpp"
+#include "replay/open_loop.hpp"
+#include "replay/replay_layer.hpp"
+
+namespace kvreplay::replay {
+
+// One policy on its way through the pass.
+struct running_lane {
+  lane state;
+  lane_measures measures;
+  std::vector<std::vector<dropped_positions>> dropped;  // [layers * kv_heads]
+  std::vector<std::vector<std::int32_t>> held;          // the last kept sets, where they are wanted
+  std::vector<std::string> failed;                      // [layers], empty: fine
+  std::vector<double> seconds;                          // [layers]
+  std::vector<double> confidence;                       // [decode steps + 1] or empty
+  double tau = 0;
+};
+
+class open_loop_pass {
+ public:
+  open_loop_pass(const traces::reader& trace, int sequence,
+                 std::span<const policies::policy> policies, const open_loop_options& options)
+      : trace_(trace),
+        info_(trace.sequence(sequence)),
+        model_(trace.model()),
+        policies_(policies),
+        options_(options),
+        layers_(model_.layers),
+        shape_(cache_shape_for(model_, layers_)) {}
+
+  std::vector<lane_output> run();
+
+ private:
+  void start_lanes(std::vector<lane_output>& out);
+  std::unique_ptr<running_lane> start_lane(const policies::policy& policy);
+  void find_spans();
+  void run_layer(int slot);
+  void run_lane_block(running_lane& lane, int slot, const layer_data& data,
+                      const full_reference& reference, std::span<const float> wo,
+                      std::int64_t first, std::int64_t steps, const kernels::cache_shape& own);
+  void project_block(running_lane& lane, int slot, const full_reference& reference,
+                     std::span<const float> wo, std::span<const float> o, std::int64_t first,
+                     std::int64_t steps);
+  void note_dropped(running_lane& lane, int slot, std::int64_t step);
+  void report_progress(std::int64_t steps);
+  std::int64_t block_steps() const;
+  void finish(const running_lane& lane, lane_output& out) const;
+  void finish_spans(const running_lane& lane, reports::result& row) const;
+  void finish_rows(const running_lane& lane, lane_output& out) const;
+  std::int64_t full_bytes(std::int64_t positions) const;
+  reduce_context context_for(const running_lane& lane) const;
+
+  const traces::reader& trace_;
+  const traces::sequence_info& info_;
+  const traces::model_info& model_;
+  std::span<const policies::policy> policies_;
+  const open_loop_options& options_;
+  std::vector<int> layers_;
+  kernels::cache_shape shape_;
+  measured_parts parts_;
+  std::vector<std::string> span_names_;
+  std::vector<span_mask> spans_;
+  std::vector<std::unique_ptr<running_lane>> lanes_;  // [policies], null: refused
+  std::vector<std::vector<float>> residual_norm_;     // [layers][decode steps]
+  std::vector<std::vector<double>> reference_l1_;     // [layers][decode steps]
+  std::vector<std::string> layer_failed_;
+  std::mutex progress_mutex_;
+  std::int64_t progress_done_ = 0;
+};
+
+}  // namespace kvreplay::replay

@@ -1,0 +1,26 @@
+// projection: an attention error carried through the output projection, for residual_rel_l2,
+// output_l1 and head_l1.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace kvreplay::replay {
+
+struct projection_shape {
+  int q_heads = 0, value_dim = 0, hidden_size = 0;
+};
+
+struct projected_row {
+  double norm2 = 0;        // ||sum_h x_h W_O^h||_2^2
+  double l1 = 0;           // ||sum_h x_h W_O^h||_1
+  double head_l1_sum = 0;  // sum over heads of ||x_h W_O^h||_1
+};
+
+// x [rows, q_heads, value_dim], wo [q_heads, value_dim, hidden_size] -> one result per row. A row's
+// result depends on `rows` only through the BLAS' choice of code, so callers keep blocks fixed.
+std::vector<projected_row> project(const projection_shape& shape, std::span<const float> wo,
+                                   std::span<const float> x, std::int64_t rows);
+
+}  // namespace kvreplay::replay

@@ -1,0 +1,84 @@
+// replay_layer: the unit of work. One layer over a block of steps: given q, k and v of those steps,
+// run a policy's cache over them in order and give back o. Open loop, closed loop and recording all
+// come down to it.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "kernels/kv_cache.hpp"
+#include "policies/budget.hpp"
+#include "replay/bind.hpp"
+#include "replay/layer_data.hpp"
+
+namespace kvreplay::replay {
+
+// One policy over one sequence: the cache of all its layers and the rules that drive it. Copying it
+// is a snapshot. Distinct layers may be advanced by distinct threads.
+class lane {
+ public:
+  // `layers` are model numbers; slot i of the cache is layers[i]. `tight` has one decision per step
+  // from P-1 on (empty for ungated policies).
+  lane(const policies::policy& policy, const policies::model_dims& dims,
+       const kernels::cache_shape& shape, std::vector<int> layers, std::int64_t n_prompt,
+       std::vector<std::uint8_t> tight);
+
+  const policies::policy& policy() const { return policy_; }
+  const policies::budget_plan& plan() const { return plan_; }
+  const kernel_rules& rules() const { return rules_; }
+  kernels::kv_cache& cache() { return cache_; }
+  const kernels::kv_cache& cache() const { return cache_; }
+  int model_layer(int slot) const { return layers_[static_cast<size_t>(slot)]; }
+  std::int64_t n_prompt() const { return n_prompt_; }
+  bool tight(std::int64_t step) const {
+    return !tight_.empty() && tight_[static_cast<size_t>(step - (n_prompt_ - 1))] != 0;
+  }
+
+ private:
+  policies::policy policy_;
+  policies::budget_plan plan_;
+  kernel_rules rules_;
+  std::vector<int> layers_;
+  std::int64_t n_prompt_;
+  std::vector<std::uint8_t> tight_;
+  kernels::kv_cache cache_;
+};
+
+// What happened to one layer at one step beside o.
+struct step_events {
+  std::int64_t bytes = 0;  // payload over S(t), t included
+  std::int64_t state_bytes = 0;
+  int entries = 0;           // sum over KV heads of |S(t)|
+  int evicted = 0;           // by the selection after the step
+  std::int64_t budget = -1;  // sum over KV heads of what may stay after the step; -1: no selection
+                             // ran, or everything may stay
+  bool degenerate = false;
+  float attend_us = 0;
+};
+
+// Rows of the steps first .. first + steps - 1.
+struct layer_block {
+  std::int64_t first = 0, steps = 0;
+  const float* q = nullptr;  // [steps, q_heads, head_dim]
+  const float* k = nullptr;  // [steps, kv_heads, head_dim]
+  const float* v = nullptr;  // [steps, kv_heads, value_dim]
+  float* o = nullptr;        // [steps, q_heads, value_dim], filled
+};
+
+// Called while S(t) stands, between attention and selection, with the step's o and lse [q_heads].
+using step_observer =
+    std::function<void(std::int64_t step, const float* o, const float* lse, const step_events&)>;
+// Called after ageing (step 7), P-1 included.
+using kept_observer = std::function<void(std::int64_t step)>;
+
+// Fills the cache of one slot with the prompt, seeds the scores with the prompt's own attention and
+// selects once, as if after position P-1. Returns that selection's events.
+step_events load_prompt(lane& lane, int slot, const layer_data& data, prompt_observations& prompt);
+
+// Runs the block. events [steps] is filled; the observers may be empty.
+void replay_layer(lane& lane, int slot, const layer_block& block, std::span<step_events> events,
+                  const step_observer& observe = {}, const kept_observer& kept = {});
+
+}  // namespace kvreplay::replay

@@ -1,0 +1,62 @@
+#include "replay/text.hpp"
+
+#include <fmt/format.h>
+#include <hdf5.h>
+
+#include <array>
+#include <fstream>
+
+#include "replay/commands.hpp"
+
+namespace kvreplay::replay {
+
+std::string bytes_text(double bytes) {
+  constexpr std::array units{"B", "KiB", "MiB", "GiB", "TiB"};
+  size_t unit = 0;
+  while (bytes >= 1024 && unit + 1 < units.size()) {
+    bytes /= 1024;
+    ++unit;
+  }
+  return unit == 0 ? fmt::format("{:.0f} B", bytes) : fmt::format("{:.1f} {}", bytes, units[unit]);
+}
+
+std::string version_number() { return KVREPLAY_VERSION; }
+std::string revision_text() { return KVREPLAY_REVISION; }
+std::string compiler_text() { return fmt::format("g++ {}", __VERSION__); }
+std::string producer_text() {
+  return fmt::format("kvreplay {} ({})", version_number(), revision_text());
+}
+
+std::string cpu_text() {
+  std::ifstream info("/proc/cpuinfo");
+  std::string line;
+  while (std::getline(info, line)) {
+    if (line.rfind("model name", 0) != 0) continue;
+    const auto colon = line.find(':');
+    if (colon != std::string::npos && colon + 2 <= line.size()) return line.substr(colon + 2);
+  }
+  return "unknown";
+}
+
+std::string hdf5_text() {
+  unsigned major = 0, minor = 0, release = 0;
+  if (H5get_libversion(&major, &minor, &release) < 0) return "unknown";
+  return fmt::format("{}.{}.{}", major, minor, release);
+}
+
+std::string cuda_text() { return "none"; }
+
+void require_cpu(const std::string& device, const std::string& command) {
+  if (device == "cuda") {
+    throw usage_error(fmt::format(
+        "--device cuda: {} has no CUDA back end in this build; use --device cpu or auto", command));
+  }
+}
+
+std::string version_text() {
+  return fmt::format("kvreplay {}\nrevision {}\ncompiler {}\nHDF5     {}\nCUDA     {}\nCPU      {}",
+                     version_number(), revision_text(), compiler_text(), hdf5_text(), cuda_text(),
+                     cpu_text());
+}
+
+}  // namespace kvreplay::replay
