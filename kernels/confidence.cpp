@@ -38,13 +38,13 @@ shifted_sums sum_shifted(const float* x, std::int64_t n, float top) {
   shifted_sums total;
   for (std::int64_t begin = 0; begin < n; begin += block) {
     const std::int64_t count = std::min(block, n - begin);
+    std::copy_n(x + begin, count, e);
+    exp_in_place(e, count, top);
+    total.z += row_sum(e, count);
     for (std::int64_t i = 0; i < count; ++i) {
       const float d = x[begin + i] - top;
-      const float bounded = d < -200.0F ? -200.0F : d;  // e^d is 0 there, and 0 times -inf is not
-      e[i] = exp_float(bounded);
-      de[i] = bounded * e[i];
+      de[i] = (d < -200.0F ? -200.0F : d) * e[i];  // e^d is 0 there, and 0 times -inf would not be
     }
-    total.z += row_sum(e, count);
     total.t += row_sum(de, count);
   }
   return total;

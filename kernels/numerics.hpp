@@ -20,37 +20,40 @@ inline float round_even(float x) {
   return (x + magic) - magic;
 }
 
-// e^x within about 2e-7 relative; exactly 0 below -87, where the result would leave the normal
-// range. x = n ln 2 + r with |r| <= ln 2 / 2, then the Taylor series of e^r to degree 7 (its
-// remainder is below 1e-8).
-inline float exp_float(float x) {
-  constexpr float magic = 12582912.0F;  // as in round_even
-  const float low = x < -87.0F ? -87.0F : x;
-  const float clamped = low > 88.0F ? 88.0F : low;
-  const float shifted = clamped * 1.44269504F + magic;  // n in the low bits
-  const float n = shifted - magic;
-  const float r = (clamped - n * 0.693359375F) + n * 2.12194440e-4F;  // ln 2 in two parts
-  float p = 1.0F / 5040;
-  p = p * r + 1.0F / 720;
-  p = p * r + 1.0F / 120;
-  p = p * r + 1.0F / 24;
-  p = p * r + 1.0F / 6;
-  p = p * r + 0.5F;
-  p = p * r + 1.0F;
-  p = p * r + 1.0F;
-  const std::uint32_t power = (std::bit_cast<std::uint32_t>(shifted) + 127u) << 23;  // 2^n
-  const std::uint32_t keep = x < -87.0F ? 0u : ~0u;
-  return std::bit_cast<float>(std::bit_cast<std::uint32_t>(p * std::bit_cast<float>(power)) & keep);
-}
-
 // Four floats that the compiler keeps in one register of any x86-64 (or other) machine.
 using float4 [[gnu::vector_size(16)]] = float;
+using bits4 [[gnu::vector_size(16)]] = std::uint32_t;
 
 inline float4 load4(const float* p) {
   float4 v;
   std::memcpy(&v, p, sizeof v);
   return v;
 }
+
+// e^x within about 2e-7 relative; exactly 0 below -87, where the result would leave the normal
+// range. x = n ln 2 + r with |r| <= ln 2 / 2, then the Taylor series of e^r to degree 7 (its
+// remainder is below 1e-8).
+inline float4 exp4(float4 x) {
+  const float4 magic = {12582912.0F, 12582912.0F, 12582912.0F, 12582912.0F};  // as in round_even
+  const float4 largest = {88.0F, 88.0F, 88.0F, 88.0F};
+  const float4 bounded = x > largest ? largest : x;
+  const float4 shifted = bounded * 1.44269504F + magic;  // n in the low bits
+  const float4 n = shifted - magic;
+  const float4 r = (bounded - n * 0.693359375F) + n * 2.12194440e-4F;  // ln 2 in two parts
+  float4 p = r * (1.0F / 5040) + 1.0F / 720;
+  p = p * r + 1.0F / 120;
+  p = p * r + 1.0F / 24;
+  p = p * r + 1.0F / 6;
+  p = p * r + 0.5F;
+  p = p * r + 1.0F;
+  p = p * r + 1.0F;
+  const bits4 power = (std::bit_cast<bits4>(shifted) + 127u) << 23;  // 2^n
+  const auto vanishes = x < -87.0F;                                  // all ones where true
+  return std::bit_cast<float4>(std::bit_cast<bits4>(p * std::bit_cast<float4>(power)) &
+                               ~std::bit_cast<bits4>(vanishes));
+}
+
+inline float exp_float(float x) { return exp4(float4{x, x, x, x})[0]; }
 
 // out[r] = a . (row r of b), b [count, n]. Every product sum takes the same path whatever `count`.
 template <int count>
@@ -102,10 +105,14 @@ inline double row_sum(const float* x, std::int64_t n) {
   return sum[0];
 }
 
-// x[i] = e^(x[i] - shift); returns their sum in double.
-inline double exp_row(float* x, std::int64_t n, float shift) {
-  for (std::int64_t i = 0; i < n; ++i) x[i] = exp_float(x[i] - shift);
-  return row_sum(x, n);
+// x[i] = e^(x[i] - shift)
+inline void exp_in_place(float* x, std::int64_t n, float shift) {
+  std::int64_t i = 0;
+  for (; i + 4 <= n; i += 4) {
+    const float4 e = exp4(load4(x + i) - shift);
+    std::memcpy(x + i, &e, sizeof e);
+  }
+  for (; i < n; ++i) x[i] = exp_float(x[i] - shift);
 }
 
 // Turns n scores into probabilities in place and returns ln of the sum of exponentials; `sink`
@@ -113,7 +120,8 @@ inline double exp_row(float* x, std::int64_t n, float shift) {
 inline float softmax_row(float* scores, std::int64_t n, const float* sink) {
   float top = row_max(scores, n, very_negative);
   if (sink != nullptr && *sink > top) top = *sink;
-  double sum = exp_row(scores, n, top);
+  exp_in_place(scores, n, top);
+  double sum = row_sum(scores, n);
   if (sink != nullptr) sum += std::exp(static_cast<double>(*sink) - static_cast<double>(top));
   const float inverse = sum > 0 ? static_cast<float>(1.0 / sum) : 0.0F;
   for (std::int64_t i = 0; i < n; ++i) scores[i] *= inverse;

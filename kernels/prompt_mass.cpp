@@ -84,8 +84,7 @@ void finish_row(const layer_view& v, const query_block& b, std::int64_t step, in
                 std::int64_t begin, std::int64_t end, float* row) {
   const std::int64_t at = step * v.q_heads + q_head;
   if (b.lse != nullptr) {
-    const float lse = b.lse[at];
-    for (std::int64_t i = begin; i < end; ++i) row[i] = exp_float(row[i] - lse);
+    exp_in_place(row + begin, end - begin, b.lse[at]);
     return;
   }
   const float lse =
