@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <string_view>
 
@@ -254,11 +255,11 @@ void age_head(kv_cache& cache, int layer, int head, const std::vector<int>& slot
 }
 
 // Tail rows are finite since append; this guards what is written once and never checked again.
-void check_tail(const kv_cache& cache, int layer, int head) {
+void check_slots(const kv_cache& cache, int layer, int head, const std::vector<int>& slots) {
   const head_store& store = cache.head(layer, head);
   const rows_view k = tail_keys(cache, store), v = tail_values(cache, store);
   std::vector<float> row;
-  for (int slot = 0; slot < store.tail_size(); ++slot) {
+  for (const int slot : slots) {
     const std::int32_t position = store.tail_position[static_cast<std::size_t>(slot)];
     k.load(slot, row);
     check_finite(row.data(), k.dim, layer, head, position, "k");
@@ -307,8 +308,13 @@ void age(kv_cache& cache, int layer, std::int32_t step) {
     head_store& store = cache.head(layer, h);
     const std::vector<int> slots = aged_slots(store, cache.format(), step);
     if (slots.empty()) continue;
-    check_tail(cache, layer, h);
-    if (needs_table(cache) && store.k_channel_scale.empty()) calibrate_on_held(cache, store);
+    if (needs_table(cache) && store.k_channel_scale.empty()) {
+      std::vector<int> held(static_cast<std::size_t>(store.tail_size()));
+      std::iota(held.begin(), held.end(), 0);
+      check_slots(cache, layer, h, held);
+      calibrate_on_held(cache, store);
+    }
+    check_slots(cache, layer, h, slots);
     age_head(cache, layer, h, slots);
   }
 }
