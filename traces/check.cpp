@@ -93,7 +93,7 @@ class sequence_check {
     }
   }
 
-  // Logits may have been rounded to 16 bits after the confidence was taken: 2^-10 of the largest.
+  // 16-bit logits may have been rounded after the confidence was taken: by 2^-10 of the largest.
   void compare_confidence(const std::vector<float>& logits, const std::vector<float>& confidence,
                           std::int64_t begin) {
     const auto width = static_cast<size_t>(file_.model().logit_size);
@@ -101,7 +101,7 @@ class sequence_check {
     for (size_t row = 0; row * width < logits.size(); ++row) {
       const confidence_row want = confidence_of(std::span(logits).subspan(row * width, real));
       const auto at = static_cast<size_t>(begin) + row;
-      const double e = 0x1p-10 * want.largest;
+      const double e = info_.logits_float16 ? 0x1p-10 * want.largest : 0;
       const double values[4] = {want.entropy, want.margin, want.top, want.lse};
       const double tolerances[4] = {2 * e * (1 + want.entropy) + 1e-3, 2 * e + 1e-3,
                                     2 * e * want.top + 1e-3, e + 1e-3};

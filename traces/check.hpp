@@ -13,7 +13,7 @@ namespace kvreplay::traces {
 struct check_options {
   bool all = false;               // every row, not a sample
   std::int64_t sample_rows = 64;  // per layer, spread over the sequence, first and last included
-  std::function<void(double share_done)> progress;
+  std::function<void(double share_done)> progress = {};
 };
 
 struct check_finding {

@@ -308,7 +308,7 @@ void dataset::check_storage() {
   // One row of chunks: a scan along t then reads each chunk once.
   std::int64_t across = bytes;
   for (size_t axis = 1; axis < chunk_.size(); ++axis) {
-    const std::int64_t chunks = extents_[axis] / chunk_[axis] + 1;
+    const std::int64_t chunks = std::max<std::int64_t>(extents_[axis] - 1, 0) / chunk_[axis] + 1;
     if (__builtin_mul_overflow(across, chunks, &across)) across = max_cache;
   }
   cache_bytes_ = std::min(std::max(across, std::int64_t{1} << 20), max_cache);

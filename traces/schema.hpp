@@ -53,6 +53,7 @@ struct sequence_info {
   std::optional<std::int64_t> seed;
   std::vector<std::int32_t> logit_pos;  // [R]
   bool has_logits = false, has_confidence = false, has_residual_final = false;
+  bool logits_float16 = false;  // else float32
   std::vector<std::pair<int, int>> chunks;
   std::map<std::string, std::vector<std::pair<int, int>>> spans;
   std::int64_t n_decode() const { return n_tokens - n_prompt; }

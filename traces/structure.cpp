@@ -295,6 +295,8 @@ void read_row_datasets(const h5::group& group, const validation& v, sequence_inf
   };
   info.has_logits =
       row_dataset("logits", {{"R", rows}, {"logit_size", model.logit_size}}, halves | floats);
+  info.logits_float16 =
+      info.has_logits && group.open_dataset("logits").kind() == h5::element::float16;
   info.has_confidence = row_dataset("confidence", {{"R", rows}, {nullptr, 4}}, floats);
   info.has_residual_final = row_dataset(
       "residual_final", {{"R", rows}, {"hidden_size", model.hidden_size}}, halves | floats);
@@ -340,7 +342,8 @@ layer_entry read_layer_entry(const h5::group& group, const validation& v, std::i
   layer_info& info = entry.info;
   if (group.has_attribute("first_row"))
     info.first_row = group.integer("first_row", 0, n_prompt - 1);
-  const extent all{"T", v.file_tokens}, tail{"T-first_row", v.file_tokens - info.first_row};
+  const extent all{"T", v.file_tokens},
+      tail{info.first_row > 0 ? "T-first_row" : "T", v.file_tokens - info.first_row};
   const extent q_heads{"n_q_heads", model.n_q_heads}, kv_heads{"n_kv_heads", model.n_kv_heads};
   const extent key{"head_dim", model.head_dim}, value{"value_dim", model.value_dim};
   const auto has = [&](const char* name, const std::vector<extent>& shape, unsigned types) {

@@ -17,7 +17,7 @@ double synth_normal(std::uint64_t seed, std::uint64_t stream, std::uint64_t inde
 
 // exp and log from additions, multiplications and divisions alone. The C library's own differ in
 // the last bit between machines (it picks code by CPU), and a trace must not.
-double portable_exp(double x);
+double portable_exp(double x);  // x <= 700
 double portable_log(double x);
 
 // One KV head of one layer of one sequence.
