@@ -158,7 +158,8 @@ void refuse_overlap(const std::string& file, const entry_map& entries) {
   for (const auto& [name, entry] : entries) {
     if (entry.begin != entry.end) order.emplace_back(entry.begin, &name);
   }
-  std::sort(order.begin(), order.end());
+  std::stable_sort(order.begin(), order.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
   for (size_t i = 1; i < order.size(); ++i) {
     if (order[i].first < entries.at(*order[i - 1].second).end) {
       throw model_error(fmt::format("{}: tensors {} and {} share bytes", file,
