@@ -46,6 +46,7 @@ class column {
   std::int64_t check_rows(std::int64_t row, size_t values) const;
   void write(std::int64_t row, const void* data, size_t values);
   void close();  // throws where HDF5 reports an error
+  void abandon() noexcept { id_.abandon(); }
 
  private:
   void mark(std::int64_t begin, std::int64_t end);

@@ -58,6 +58,9 @@ std::string clean(std::string text) {
 }  // namespace
 
 session::session() : lock_(library_mutex()) {
+  // Once a write has failed, HDF5's own clean-up at exit follows dangling files and crashes. Every
+  // handle here is closed by its owner, so that clean-up has nothing to do.
+  [[maybe_unused]] static const herr_t no_exit_handler = H5dont_atexit();
   H5Eget_auto2(H5E_DEFAULT, &print_, &print_data_);
   H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
 }

@@ -45,7 +45,8 @@ class handle {
 
   hid_t get() const { return id_; }
   explicit operator bool() const { return id_ >= 0; }
-  bool reset() noexcept;  // false where HDF5 reported an error at the close
+  bool reset() noexcept;                 // false where HDF5 reported an error at the close
+  void abandon() noexcept { id_ = -1; }  // leaves the object open until the process ends
 
  private:
   hid_t id_ = -1;

@@ -4,7 +4,10 @@
 #include <sys/wait.h>
 
 #include <csignal>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <iostream>
 
 #include "traces/check.hpp"
 #include "traces/test_support.hpp"
@@ -18,10 +21,16 @@ namespace {
 constexpr std::int64_t prompt = 20, decode = 100;
 
 // Runs `body` in a child process; its exit status, -1 where it did not exit by itself.
-int in_child(const std::function<int()>& body) {
+int in_child(const std::function<int()>& body, bool exit_handlers = false) {
+  std::cout.flush();
+  std::fflush(nullptr);
   const pid_t child = ::fork();
   REQUIRE(child >= 0);
-  if (child == 0) ::_exit(body());
+  if (child == 0) {
+    const int result = body();
+    if (exit_handlers) std::exit(result);
+    ::_exit(result);
+  }
   int status = 0;
   REQUIRE(::waitpid(child, &status, 0) == child);
   return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
@@ -165,35 +174,46 @@ TEST_CASE("recover finds rows that `committed` promised and nobody wrote") {
 TEST_CASE("a full disk is reported with the file's name and leaves no finished file") {
   const temp_folder folder;
   // A small file system of its own where that is permitted, else a limit on the size of files.
-  const bool mounted = ::mount("tmpfs", folder.path().c_str(), "tmpfs", 0, "size=256k") == 0;
+  const bool mounted = ::mount("tmpfs", folder.path().c_str(), "tmpfs", 0, "size=2m") == 0;
   if (!mounted)
     MESSAGE("no tmpfs may be mounted here: a file size limit stands in for a full disk");
   const std::string path = folder / "full.h5";
-  const int status = in_child([&] {
-    std::signal(SIGXFSZ, SIG_IGN);
-    const rlimit limit{256 << 10, 256 << 10};
-    if (!mounted && ::setrlimit(RLIMIT_FSIZE, &limit) != 0) return 2;
-    const std::string message = error_of([&] {
-      model_info m = small_model();
-      m.head_dim = 64;
-      const sequence_plan plan = small_plan(4, 2000);
-      writer out(path, m, "test");
-      out.begin_sequence(plan);
-      for (std::int64_t t = 0; t < 2000; t += 50) {
-        put_steps(out, m, plan, t, t + 50);
-        out.commit(t + 50);
-      }
-      out.end_sequence();
-      out.finish();
-    });
-    const bool named = message.rfind(path + ".part", 0) == 0;
-    const bool clear = message.find("disk full") != std::string::npos;
-    return named && clear && message.find('\n') == std::string::npos ? 0 : 3;
-  });
+  // HDF5 must not crash in the exit handlers after the failed write.
+  const int status = in_child(
+      [&] {
+        std::signal(SIGXFSZ, SIG_IGN);
+        const rlimit limit{2 << 20, 2 << 20};
+        if (!mounted && ::setrlimit(RLIMIT_FSIZE, &limit) != 0) return 2;
+        const std::string message = error_of([&] {
+          model_info m = small_model();
+          m.head_dim = 64;
+          const sequence_plan plan = small_plan(4, 2000);
+          writer out(path, m, "test");
+          out.begin_sequence(plan);
+          for (std::int64_t t = 0; t < 2000; t += 50) {
+            put_steps(out, m, plan, t, t + 50);
+            out.commit(t + 50);
+          }
+          out.end_sequence();
+          out.finish();
+        });
+        const bool named = message.rfind(path + ".part", 0) == 0;
+        const bool clear = message.find("disk full") != std::string::npos;
+        return named && clear && message.find('\n') == std::string::npos ? 0 : 3;
+      },
+      true);
   CHECK(status == 0);
   CHECK_FALSE(std::filesystem::exists(path));
   const std::string strict = open_error(path + ".part");
   CHECK(strict.rfind(path + ".part", 0) == 0);
+  if (mounted) {
+    // What was committed before the disk filled up is still there.
+    const reader file(path + ".part", {.recover = true});
+    CHECK(file.sequence(0).n_tokens >= 50);
+    CHECK(file.sequence(0).n_tokens < 2000);
+    const std::int64_t n = file.sequence(0).n_tokens;
+    CHECK(file.read_layer(0, 1, 0, n).k == half_rows(0, n, 3 * 64));
+  }
   if (mounted) REQUIRE(::umount(folder.path().c_str()) == 0);
 }
 

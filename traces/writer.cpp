@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -82,6 +83,7 @@ struct writer::impl {
   std::int64_t rows_needed(row_axis axis, std::int64_t n) const;
   std::string fingerprint() const;
   void flush() const;
+  void close_part() noexcept;
   std::string where(const std::string& name) const {
     return in_sequence ? fmt::format("{}: sequences/{}/{}", part, next_sequence - 1, name)
                        : fmt::format("{}: {}", part, name);
@@ -153,6 +155,22 @@ void writer::impl::flush() const {
   if (H5Fflush(file.get(), H5F_SCOPE_GLOBAL) < 0) {
     h5::fail(part, "cannot flush: is the disk full?");
   }
+}
+
+// Closes what is not finished. HDF5 cannot close a file whose data it cannot write (a full disk):
+// such a file is left open, and its length is set to what its header already says, so that the
+// committed part can be recovered.
+void writer::impl::close_part() noexcept {
+  if (!file || H5Fflush(file.get(), H5F_SCOPE_GLOBAL) >= 0) return;
+  haddr_t end = 0;
+  struct stat found {};
+  if (H5Fget_eoa(file.get(), &end) >= 0 && ::fstat(lock->get(), &found) == 0 &&
+      static_cast<haddr_t>(found.st_size) < end) {
+    // Where even this fails, the file stays cut and the reader says so.
+    [[maybe_unused]] const int longer = ::ftruncate(lock->get(), static_cast<off_t>(end));
+  }
+  for (auto& [name, one] : columns) one.abandon();
+  for (h5::handle* handle : {&committed, &sequence, &sequences, &file}) handle->abandon();
 }
 
 std::string writer::impl::layer_name(int layer, const char* name) const {
@@ -308,7 +326,7 @@ writer::writer(const std::string& path, const model_info& model, const std::stri
 
 writer::~writer() {
   const h5::session guard;
-  impl_.reset();
+  impl_->close_part();
 }
 
 void writer::put_wo(int layer, std::span<const float> wo, bool float16) {
