@@ -26,8 +26,8 @@ namespace kvreplay::replay {
 namespace {
 
 constexpr const char* open_loop_line =
-    "open loop: the recorded run's queries, keys and values are replayed; what an evicted entry "
-    "would have changed in later hidden states is left out";
+    "open loop: recorded activations; what evicted context changes in later hidden states is left "
+    "out";
 
 enum class output_format { json, csv };
 
@@ -274,15 +274,27 @@ void replay_run::write_outputs() const {
   detailed(command_.kept_file, reports::kept_header, kept_);
 }
 
-// What a policy's parameters are when only what must be said is said.
-std::vector<std::pair<std::string, std::string>> default_params(const std::string& name) {
+// What a row's parameters are where the SPEC says nothing: those of its policy and modifiers named
+// bare. Budgets count as said always, so that a label shows them.
+std::vector<std::pair<std::string, std::string>> default_params(const reports::result& row) {
+  std::string modifiers;
+  std::string last;
+  for (const auto& [key, value] : row.params) {
+    const auto dot = key.find('.');
+    if (dot == std::string::npos || key.substr(0, dot) == last) continue;
+    last = key.substr(0, dot);
+    modifiers += fmt::format("+{}", last);
+  }
   for (const char* required : {"", ":budget=1"}) {
     try {
-      auto params = policies::parse_policy(name + required).params;
-      std::erase_if(params, [](const auto& p) { return p.first == "budget"; });
+      auto params =
+          policies::parse_policy(fmt::format("{}{}{}", row.name, required, modifiers)).params;
+      std::erase_if(params, [](const auto& p) {
+        return p.first == "budget" || p.first == "high" || p.first == "low";
+      });
       return params;
     } catch (const policies::spec_error&) {
-      continue;
+      continue;  // something in it is required: everything is shown
     }
   }
   return {};
@@ -292,7 +304,7 @@ void replay_run::print_table() const {
   reports::table_options options;
   options.width = 110;
   for (const auto& row : report_.runs) {
-    options.labels.push_back(reports::short_policy(row, default_params(row.name)));
+    options.labels.push_back(reports::short_policy(row, default_params(row)));
   }
   if (partial_layers_) {
     options.footer.push_back(fmt::format("layers {}: bytes and quality are of the recorded layers",

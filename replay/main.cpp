@@ -12,6 +12,7 @@
 
 #include "policies/policy.hpp"
 #include "replay/commands.hpp"
+#include "reports/text.hpp"
 
 namespace {
 
@@ -192,6 +193,13 @@ int dispatch(const CLI::App& app, const command_line& line) {
   return run_replay(line.common, line.replay);
 }
 
+// One line for a person: names from files can hold anything.
+int complain(const char* what, int code) {
+  fmt::print(stderr, "kvreplay: {}\n",
+             kvreplay::reports::escape_bytes(what, kvreplay::reports::controls::none));
+  return code;
+}
+
 int parse_and_run(int argc, char** argv) {
   command_line line;
   line.common.command_line = fmt::format("{}", fmt::join(argv, argv + argc, " "));
@@ -210,8 +218,7 @@ int parse_and_run(int argc, char** argv) {
   } catch (const CLI::Success& e) {
     return app.exit(e);
   } catch (const CLI::ParseError& e) {
-    fmt::print(stderr, "kvreplay: {} (see kvreplay --help)\n", e.what());
-    return exit_usage;
+    return complain(fmt::format("{} (see kvreplay --help)", e.what()).c_str(), exit_usage);
   }
   const int threads = line.common.threads > 0
                           ? line.common.threads
@@ -228,13 +235,10 @@ int main(int argc, char** argv) {
   try {
     return parse_and_run(argc, argv);
   } catch (const usage_error& e) {
-    fmt::print(stderr, "kvreplay: {}\n", e.what());
-    return exit_usage;
+    return complain(e.what(), exit_usage);
   } catch (const kvreplay::policies::spec_error& e) {
-    fmt::print(stderr, "kvreplay: {}\n", e.what());
-    return exit_usage;
+    return complain(e.what(), exit_usage);
   } catch (const std::exception& e) {
-    fmt::print(stderr, "kvreplay: {}\n", e.what());
-    return exit_failed;
+    return complain(e.what(), exit_failed);
   }
 }

@@ -46,7 +46,9 @@ void settle(lane& lane, int slot, std::int64_t step, step_events& events) {
     item.one_set = lane.rules().one_set;
     const auto result = kernels::select(item);
     events.evicted = static_cast<int>(result.evicted);
-    events.degenerate = result.degenerate;
+    // Also where what is protected has left for good since: {0, 1, 2} of four sinks, budget 3.
+    events.degenerate =
+        result.degenerate || (result.evicted > 0 && protect.sinks + protect.recent > smallest);
   }
   kernels::age(cache, slot, t);
 }

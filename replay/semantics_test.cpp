@@ -1,0 +1,203 @@
+// Small traces made by hand, with the kept sets worked out in the comments.
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <map>
+#include <set>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "kernels/half.hpp"
+#include "policies/policy.hpp"
+#include "replay/open_loop.hpp"
+#include "replay/test_support.hpp"
+#include "traces/reader.hpp"
+#include "traces/writer.hpp"
+
+namespace kvreplay::replay {
+namespace {
+
+using positions = std::vector<std::int32_t>;
+
+std::map<std::tuple<std::int64_t, int, int>, positions> kept_sets(const traces::reader& trace,
+                                                                  const lane_output& lane) {
+  std::map<std::tuple<std::int64_t, int, int>, positions> sets;
+  for_each_kept_set(trace, 0, lane, [&](std::int64_t step, int layer, int head, const auto& p) {
+    sets[{step, layer, head}] = p;
+  });
+  return sets;
+}
+
+std::vector<lane_output> replay_specs(const traces::reader& trace,
+                                      const std::vector<std::string>& specs) {
+  std::vector<policies::policy> policies;
+  for (const auto& spec : specs) policies.push_back(policies::parse_policy(spec));
+  open_loop_options options;
+  options.kept = true;
+  auto lanes = replay_open(trace, 0, policies, options);
+  for (const auto& lane : lanes) REQUIRE_MESSAGE(lane.row.status == "ok", lane.row.note);
+  return lanes;
+}
+
+// A trace whose key t is the t-th unit vector, so that q[i] is the score of position i. Query heads
+// share one KV head.
+class one_hot_trace {
+ public:
+  one_hot_trace(int q_heads, int n_prompt, int n_tokens)
+      : heads_(q_heads),
+        prompt_(n_prompt),
+        tokens_(n_tokens),
+        q_(static_cast<size_t>(n_tokens * q_heads * n_tokens)) {}
+
+  void look(int t, int head, int at, float score) {
+    q_[static_cast<size_t>((t * heads_ + head) * tokens_ + at)] = kernels::float_to_half(score);
+  }
+
+  void write(const std::string& path) const {
+    traces::model_info model;
+    model.name = model.architecture = "test";
+    model.n_layers = model.n_kv_heads = 1;
+    model.n_q_heads = heads_;
+    model.head_dim = model.value_dim = tokens_;
+    model.hidden_size = 8;
+    model.vocab_size = model.logit_size = 4;
+    model.layers = {0};
+    model.window = {0};
+    traces::writer out(path, model, "test");
+    traces::sequence_plan plan;
+    plan.n_prompt = prompt_;
+    plan.n_tokens = tokens_;
+    plan.o = plan.lse = false;
+    out.begin_sequence(plan);
+    out.put_tokens(0, std::vector<std::int32_t>(static_cast<size_t>(tokens_), 1));
+    std::vector<traces::half_bits> unit(static_cast<size_t>(tokens_ * tokens_));
+    for (int t = 0; t < tokens_; ++t) {
+      unit[static_cast<size_t>(t * tokens_ + t)] = kernels::float_to_half(1);
+    }
+    out.put_q(0, 0, q_);
+    out.put_k(0, 0, unit);
+    out.put_v(0, 0, unit);
+    out.commit(tokens_);
+    out.end_sequence();
+    out.finish();
+  }
+
+ private:
+  int heads_, prompt_, tokens_;
+  std::vector<traces::half_bits> q_;
+};
+
+// Seven query heads on one KV head. In the last prompt row one head gives nearly all of its mass to
+// position 1, the other six split theirs over many positions but favour position 2: by the mean
+// (and the sum) position 2 wins, by the maximum position 1.
+TEST_CASE("seven query heads vote on one kept set") {
+  temporary_folder folder;
+  one_hot_trace trace(7, 5, 6);
+  trace.look(4, 0, 1, 20);
+  for (int head = 1; head < 7; ++head) trace.look(4, head, 2, 1.5F);
+  trace.write(folder / "t.h5");
+  const traces::reader reader(folder / "t.h5");
+  const auto confkv = [](const std::string& gqa) {
+    return "confkv:high=1,low=1,recent=0,recency=0,obs=1,gate=constant,gqa=" + gqa;
+  };
+  const auto lanes = replay_specs(reader, {confkv("mean"), confkv("sum"), confkv("max")});
+  CHECK(kept_sets(reader, lanes[0]).at({4, 0, 0}) == positions{2});
+  CHECK(kept_sets(reader, lanes[1]).at({4, 0, 0}) == positions{2});
+  CHECK(kept_sets(reader, lanes[2]).at({4, 0, 0}) == positions{1});
+}
+
+TEST_CASE("a window keeps the newest B after a step and attends to B + 1") {
+  temporary_folder folder;
+  traces::synth(folder / "t.h5", options_for(trace_kind::grouped, 4));
+  const traces::reader trace(folder / "t.h5");
+  const auto lanes = replay_specs(trace, {"window:budget=8", "streaming:budget=8,sinks=3"});
+  for (std::int64_t step = 39; step < 96; ++step) {
+    positions newest, with_sinks{0, 1, 2};
+    for (std::int64_t t = step - 7; t <= step; ++t) newest.push_back(static_cast<std::int32_t>(t));
+    for (std::int64_t t = step - 4; t <= step; ++t)
+      with_sinks.push_back(static_cast<std::int32_t>(t));
+    CHECK(kept_sets(trace, lanes[0]).at({step, 1, 1}) == newest);
+    CHECK(kept_sets(trace, lanes[1]).at({step, 1, 1}) == with_sinks);
+  }
+  CHECK(*lanes[0].row.memory.mean_entries == 9);
+}
+
+// Windows {8, none, 8, none} and 20 positions: after the last, the model itself holds 8 + 20 + 8 +
+// 20 rows, not 80. A budget of 12 saves nothing in the windowed layers.
+TEST_CASE("what the model never kept is not saved") {
+  temporary_folder folder;
+  auto options = options_for(trace_kind::grouped, 4);
+  options.layers = 4;
+  options.window = {8, 0, 8, 0};
+  options.prompt_length = 10;
+  options.tokens = 20;
+  traces::synth(folder / "t.h5", options);
+  const traces::reader trace(folder / "t.h5");
+  const auto lanes = replay_specs(trace, {"full", "h2o:budget=12"});
+  const double head_bytes = 2 * 8 * 2;  // K and V of 8 channels in FP16
+  CHECK(*lanes[0].row.memory.full_peak_bytes == 2 * head_bytes * (8 + 20 + 8 + 20));
+  CHECK(*lanes[0].row.memory.peak_bytes == 2 * head_bytes * (8 + 20 + 8 + 20));
+  CHECK(*lanes[1].row.memory.peak_bytes == 2 * head_bytes * (8 + 13 + 8 + 13));
+}
+
+TEST_CASE("more protected than the budget: sinks first, then the newest, and said") {
+  temporary_folder folder;
+  traces::synth(folder / "t.h5", options_for(trace_kind::grouped, 4));
+  const traces::reader trace(folder / "t.h5");
+  const auto lanes =
+      replay_specs(trace, {"streaming:budget=3,sinks=4", "tova:budget=4,protect_last=32",
+                           "random:budget=5,sinks=2,recent=9"});
+  CHECK(kept_sets(trace, lanes[0]).at({60, 0, 0}) == positions{0, 1, 2});
+  CHECK(kept_sets(trace, lanes[1]).at({60, 0, 0}) == positions{57, 58, 59, 60});
+  CHECK(kept_sets(trace, lanes[2]).at({60, 0, 0}) == positions{0, 1, 58, 59, 60});
+  for (const auto& lane : lanes) {
+    CHECK(lane.row.note.find("degenerate") != std::string::npos);
+  }
+}
+
+// c is read off the trace; the gate at tau > 1 never tightens, at tau <= 0.15 always does.
+TEST_CASE("the gate decides what the next step finds") {
+  temporary_folder folder;
+  traces::synth(folder / "t.h5", options_for(trace_kind::grouped, 4));
+  const traces::reader trace(folder / "t.h5");
+  const auto lanes = replay_specs(
+      trace, {"confkv:tau=0.15,high=10,low=20,recent=4", "confkv:tau=1.5,high=10,low=20,recent=4",
+              "confkv:tau=q0.5,high=10,low=20,recent=4",
+              "confkv:tau=q0.5,high=10,low=20,recent=4,shrink=2"});
+  CHECK(*lanes[0].row.memory.mean_entries == 11);
+  CHECK(*lanes[0].row.confidence.low_share == 0);
+  CHECK(*lanes[0].row.confidence.loose_share == 0);
+  CHECK(*lanes[1].row.memory.mean_entries == 21);
+  CHECK(*lanes[1].row.confidence.loose_share == 1);
+  // Read literally, shrinking is instant and growing is one entry a step.
+  CHECK(*lanes[2].row.memory.mean_entries > 11);
+  CHECK(*lanes[2].row.memory.mean_entries < *lanes[3].row.memory.mean_entries);
+  CHECK(lanes[2].row.note.find("future") != std::string::npos);
+}
+
+// P = 3, two more tokens, one head. Scores are 0 but where said. In step 3 the row sees 0..3.
+// window:budget=2 holds {1, 2} after the prompt and attends over {1, 2, 3} in step 3, {2, 3, 4}
+// in 4. Step 3: equal scores, A = 1/4 each: recall 3/4, bound 3/4. Step 4: position 0 has score ln
+// 6, so A = (6, 1, 1, 1, 1) / 10: recall 3/10, bound (6 + 1 + 1) / 10.
+TEST_CASE("recall and its bound, by hand") {
+  temporary_folder folder;
+  one_hot_trace made(1, 3, 5);
+  made.look(4, 0, 0, std::log(6.0F) * 1.0F);
+  made.write(folder / "t.h5");
+  const traces::reader trace(folder / "t.h5");
+  const auto lanes = replay_specs(trace, {"window:budget=2"});
+  CHECK(*lanes[0].row.quality.attention_recall == doctest::Approx((0.75 + 0.3) / 2).epsilon(1e-3));
+  CHECK(*lanes[0].row.quality.recall_bound == doctest::Approx((0.75 + 0.8) / 2).epsilon(1e-3));
+  // Step 3: o^ = 1/3 on three positions, o = 1/4 on four: ||o^ - o|| / ||o|| = sqrt(1/12) / (1/2).
+  // Step 4: o^ = 1/3 on positions 2, 3, 4; o = A.
+  const double first = std::sqrt(1.0 / 12) / 0.5;
+  const double error = 3 * std::pow(1.0 / 3 - 0.1, 2) + 0.36 + 0.01, reference = 0.36 + 4 * 0.01;
+  CHECK(*lanes[0].row.quality.output_rel_l2 ==
+        doctest::Approx((first + std::sqrt(error / reference)) / 2).epsilon(2e-3));
+  CHECK(*lanes[0].row.events.evicted == 2);
+  CHECK(*lanes[0].row.events.kept_turnover == 1);
+}
+
+}  // namespace
+}  // namespace kvreplay::replay
