@@ -7,83 +7,18 @@
 #include <stdexcept>
 #include <vector>
 
-#include "kernels/numerics.hpp"
+#include "kernels/inner_loops.hpp"
 
 namespace kvreplay::kernels {
 namespace {
 
-constexpr int block_rows = 32;  // rows converted to float at once, shared by the heads of a group
-
 struct scratch_space {
+  const inner_loops* loops;
   std::vector<float> q,
       q_folded;  // [group, head_dim]: times the softmax scale; times the channel scales
   std::vector<float> scores;   // [group, entries], then the probabilities
   std::vector<float> weights;  // [group, entries] of one tier: what V rows are multiplied by
-  std::vector<float> rows;     // [block_rows, channels]
 };
-
-inline float to_float(half_bits x) { return half_to_float(x); }
-inline float to_float(std::int8_t x) { return static_cast<float>(x); }
-
-// `count` values as floats, in `buffer` where they are stored narrower.
-template <class T>
-const float* as_floats(const T* values, std::int64_t count, std::vector<float>& buffer) {
-  float* out = buffer.data();
-  for (std::int64_t i = 0; i < count; ++i) out[i] = to_float(values[i]);
-  return out;
-}
-
-const float* as_floats(const float* values, std::int64_t, std::vector<float>&) { return values; }
-
-// scores[g, i] = q[g] . k[i], times the FP16 scalar of entry i where there is one.
-//   q [group, dim], k [n, dim], scores [group] rows of `stride`
-template <class T>
-void score_rows(const float* q, int group, int dim, const T* k, const half_bits* scale, int n,
-                float* scores, std::int64_t stride, std::vector<float>& buffer) {
-  for (int begin = 0; begin < n; begin += block_rows) {
-    const int rows = std::min(block_rows, n - begin);
-    const float* block = as_floats(k + std::int64_t{begin} * dim, std::int64_t{rows} * dim, buffer);
-    for (int g = 0; g < group; ++g) {
-      float* out = scores + g * stride + begin;
-      const float* query = q + std::int64_t{g} * dim;
-      int i = 0;
-      for (; i + 4 <= rows; i += 4) {
-        dot_rows<4>(query, block + std::int64_t{i} * dim, dim, out + i);
-      }
-      for (; i < rows; ++i) dot_rows<1>(query, block + std::int64_t{i} * dim, dim, out + i);
-      if (scale == nullptr) continue;
-      for (i = 0; i < rows; ++i) out[i] *= half_to_float(scale[begin + i]);
-    }
-  }
-}
-
-// o[g] += sum over i of p[g, i] v[i].
-//   p [group] rows of `stride`, v [n, dim], o [group, dim]
-template <class T>
-void add_values(const float* p, std::int64_t stride, int group, int dim, const T* v, int n,
-                float* o, std::vector<float>& buffer) {
-  for (int begin = 0; begin < n; begin += block_rows) {
-    const int rows = std::min(block_rows, n - begin);
-    const float* block = as_floats(v + std::int64_t{begin} * dim, std::int64_t{rows} * dim, buffer);
-    for (int g = 0; g < group; ++g) {
-      const float* weight = p + g * stride + begin;
-      float* out = o + std::int64_t{g} * dim;
-      int i = 0;
-      for (; i + 4 <= rows; i += 4) {  // four rows for each load and store of the output
-        const float* r0 = block + std::int64_t{i} * dim;
-        const float *r1 = r0 + dim, *r2 = r1 + dim, *r3 = r2 + dim;
-        const float w0 = weight[i], w1 = weight[i + 1], w2 = weight[i + 2], w3 = weight[i + 3];
-        for (int c = 0; c < dim; ++c) {
-          out[c] += (w0 * r0[c] + w1 * r1[c]) + (w2 * r2[c] + w3 * r3[c]);
-        }
-      }
-      for (; i < rows; ++i) {
-        const float* r = block + std::int64_t{i} * dim;
-        for (int c = 0; c < dim; ++c) out[c] += weight[i] * r[c];
-      }
-    }
-  }
-}
 
 // One KV head of one item: what the loops need, as plain pointers.
 struct head_work {
@@ -125,17 +60,18 @@ void score_entries(const head_work& w, scratch_space& s) {
   const std::int64_t n = store.size();
   fold_query(w, s);
   s.scores.resize(static_cast<std::size_t>(w.group * n));
+  const float *q = s.q.data(), *folded = s.q_folded.data();
   if (body > 0) {
-    score_rows(s.q_folded.data(), w.group, w.head_dim, store.body_k.data(),
-               none_if_empty(store.body_k_scale), body, s.scores.data(), n, s.rows);
+    s.loops->score_int8({folded, w.group, w.head_dim, store.body_k.data(),
+                         none_if_empty(store.body_k_scale), body, s.scores.data(), n});
   }
   float* tail_scores = s.scores.data() + body;
   if (tail > 0 && w.half_tail) {
-    score_rows(s.q.data(), w.group, w.head_dim, store.tail_k.data(), nullptr, tail, tail_scores, n,
-               s.rows);
+    s.loops->score_half(
+        {q, w.group, w.head_dim, store.tail_k.data(), nullptr, tail, tail_scores, n});
   } else if (tail > 0) {
-    score_rows(s.q.data(), w.group, w.head_dim, store.tail_k32.data(), nullptr, tail, tail_scores,
-               n, s.rows);
+    s.loops->score_float(
+        {q, w.group, w.head_dim, store.tail_k32.data(), nullptr, tail, tail_scores, n});
   }
 }
 
@@ -148,13 +84,11 @@ void sum_body(const head_work& w, scratch_space& s) {
   if (const half_bits* scale = none_if_empty(store.body_v_scale); scale != nullptr) {
     s.weights.resize(static_cast<std::size_t>(w.group * n));
     for (int g = 0; g < w.group; ++g) {
-      const float* p = s.scores.data() + g * n;
-      float* out = s.weights.data() + g * n;
-      for (int i = 0; i < body; ++i) out[i] = p[i] * half_to_float(scale[i]);
+      s.loops->times_halves(s.scores.data() + g * n, scale, body, s.weights.data() + g * n);
     }
     weights = s.weights.data();
   }
-  add_values(weights, n, w.group, w.value_dim, store.body_v.data(), body, w.o, s.rows);
+  s.loops->add_int8({weights, n, w.group, w.value_dim, store.body_v.data(), body, w.o});
   const float* channel = none_if_empty(store.v_channel_scale);
   if (channel == nullptr) return;
   for (int g = 0; g < w.group; ++g) {
@@ -170,15 +104,17 @@ void attend_head(const head_work& w, scratch_space& s) {
   std::fill_n(w.o, std::int64_t{w.group} * w.value_dim, 0.0F);
   score_entries(w, s);
   for (int g = 0; g < w.group; ++g) {
-    w.lse[g] = softmax_row(s.scores.data() + g * n, n, w.sink == nullptr ? nullptr : w.sink + g);
+    w.lse[g] =
+        s.loops->softmax(s.scores.data() + g * n, n, w.sink == nullptr ? nullptr : w.sink + g);
   }
   if (store.body_size() > 0) sum_body(w, s);
-  if (store.tail_size() == 0) return;
+  const int tail = store.tail_size();
+  if (tail == 0) return;
   const float* p = s.scores.data() + store.body_size();
   if (w.half_tail) {
-    add_values(p, n, w.group, w.value_dim, store.tail_v.data(), store.tail_size(), w.o, s.rows);
+    s.loops->add_half({p, n, w.group, w.value_dim, store.tail_v.data(), tail, w.o});
   } else {
-    add_values(p, n, w.group, w.value_dim, store.tail_v32.data(), store.tail_size(), w.o, s.rows);
+    s.loops->add_float({p, n, w.group, w.value_dim, store.tail_v32.data(), tail, w.o});
   }
 }
 
@@ -260,8 +196,6 @@ void attend_item_heads(const attend_item& item, scratch_space& scratch) {
   const kv_cache& cache = *item.cache;
   const cache_shape& shape = cache.shape();
   const int group = shape.group();
-  scratch.rows.resize(static_cast<std::size_t>(block_rows) *
-                      static_cast<std::size_t>(std::max(shape.head_dim, shape.value_dim)));
   for (int h = 0; h < shape.kv_heads; ++h) {
     const std::int64_t first = std::int64_t{h} * group;  // query head
     const float* sink = shape.sink_logits.empty()
@@ -289,6 +223,7 @@ void attend_item_heads(const attend_item& item, scratch_space& scratch) {
 
 void attend(std::span<const attend_item> items) {
   scratch_space scratch;
+  scratch.loops = &active_loops();
   for (const attend_item& item : items) {
     check_item(item);
     attend_item_heads(item, scratch);
