@@ -341,7 +341,12 @@ class recorder {
 
 record_summary record(const model& m, const std::string& path, const record_options& options,
                       const std::function<void(const record_progress&)>& progress) {
-  return recorder(m, path, options, progress).run();
+  recorder work(m, path, options, progress);
+  try {
+    return work.run();
+  } catch (const model_error& e) {
+    throw model_error(fmt::format("{}: {}", path, e.what()));
+  }
 }
 
 }  // namespace kvreplay::tracer

@@ -376,7 +376,7 @@ TEST_CASE("values that 16 bits cannot hold, and runs that leave the numbers, nam
     return message_of([&] { record(m, folder.file("t.h5"), options, {}); });
   };
   const std::string large = error({{"model.layers.1.self_attn.v_proj.weight", 1e6f}});
-  CHECK(mentions(large, "layer 1, step 0: v holds"));
+  CHECK(mentions(large, "t.h5: layer 1, step 0: v holds"));
   CHECK(mentions(large, "beyond float16's largest, 65504"));
   CHECK(mentions(error({{"model.layers.0.mlp.up_proj.weight", 1e10f},
                         {"model.layers.0.mlp.down_proj.weight", 1e30f}}),
