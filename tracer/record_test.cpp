@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 #include <hdf5.h>
 #include <sys/wait.h>
+#include <tbb/global_control.h>
 
 #include <algorithm>
 #include <cmath>
@@ -263,6 +264,35 @@ TEST_CASE("a subset of layers, attention rows of every k-th step, and provenance
     CHECK(row[h * 48 + 26] == 0);
   }
   CHECK(distance(file.wo(2), m.wo(2)) < 1e-3);
+}
+
+TEST_CASE("windowed layers are recorded as such, for any block size and thread count") {
+  const scratch_folder folder;
+  nlohmann::json config = small_config();
+  config["model_type"] = "qwen2";
+  config["use_sliding_window"] = true;
+  config["sliding_window"] = 9;
+  config["max_window_layers"] = 1;
+  write_model(folder.path(), config, small_weights(config, true));
+  const model m = model::load(folder.path());
+  record_options options;
+  for (int i = 0; i < 60; ++i) options.tokens.push_back(i * 7 % 20);
+  options.prompt_length = 30;
+  options.rows_decode = true;
+  const trace_content whole = recorded(m, options);  // checked, windows included
+  for (const int block : {1, 8}) {
+    options.block = block;
+    CHECK(recorded(m, options) == whole);
+  }
+  {
+    const tbb::global_control limit(tbb::global_control::max_allowed_parallelism, 1);
+    CHECK(recorded(m, options) == whole);
+  }
+  record(m, folder.file("t.h5"), options, {});
+  CHECK(traces::reader(folder.file("t.h5")).model().window == std::vector<int>{0, 9});
+  config["use_sliding_window"] = false;
+  write_model(folder.path(), config, small_weights(config, true));
+  CHECK_FALSE(recorded(model::load(folder.path()), options) == whole);
 }
 
 TEST_CASE("a recorder that dies leaves whole positions up to its last flush") {
