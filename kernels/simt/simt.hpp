@@ -59,6 +59,9 @@ class failure : public std::runtime_error {
 struct alignas(16) words4 {
   std::uint32_t word[4];
 };
+struct alignas(8) words2 {
+  std::uint32_t word[2];
+};
 
 #if defined(__CUDACC__)
 
@@ -87,6 +90,10 @@ SIMT_DEVICE int atomic_max(int* p, int value) { return atomicMax(p, value); }
 SIMT_DEVICE words4 load16(const void* p) {
   const uint4 v = __ldg(reinterpret_cast<const uint4*>(p));
   return {{v.x, v.y, v.z, v.w}};
+}
+SIMT_DEVICE words2 load8(const void* p) {
+  const uint2 v = __ldg(reinterpret_cast<const uint2*>(p));
+  return {{v.x, v.y}};
 }
 SIMT_DEVICE std::uint32_t load4(const void* p) {
   return __ldg(reinterpret_cast<const unsigned*>(p));
@@ -254,6 +261,12 @@ inline void check_aligned(const void* p, std::uintptr_t bytes, const location& a
 inline words4 load16(const void* p, const location& at = location::current()) {
   check_aligned(p, 16, at);
   words4 v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline words2 load8(const void* p, const location& at = location::current()) {
+  check_aligned(p, 8, at);
+  words2 v;
   std::memcpy(&v, p, sizeof v);
   return v;
 }
