@@ -109,9 +109,9 @@ class RealModel(unittest.TestCase):
         print(f"largest logit difference against NumPy: {worst:.2e}")
         self.assertLess(worst, 1e-2)
         top = np.sort(expected, axis=-1)[:, -2:]
-        clear = top[:, 1] - top[:, 0] > 2e-2  # two tokens nearer than that may change places
+        clear = top[:, 1] - top[:, 0] > 1e-3  # two tokens nearer than that may change places
         np.testing.assert_array_equal(ours.argmax(-1)[clear], expected.argmax(-1)[clear])
-        self.assertGreater(clear.mean(), 0.98)
+        self.assertGreater(clear.mean(), 0.99)
 
     def test_the_recording_is_consistent_with_itself(self) -> None:
         self.assertIn("ok", kvreplay("inspect", self.path / "a.h5", "--check", "--all").splitlines()[-1])

@@ -23,9 +23,7 @@ std::string bytes_text(double bytes) {
 std::string version_number() { return KVREPLAY_VERSION; }
 std::string revision_text() { return KVREPLAY_REVISION; }
 std::string compiler_text() { return fmt::format("g++ {}", __VERSION__); }
-std::string producer_text() {
-  return fmt::format("kvreplay {} ({})", version_number(), revision_text());
-}
+std::string producer_text() { return fmt::format("kvreplay {}", version_number()); }
 
 std::string cpu_text() {
   std::ifstream info("/proc/cpuinfo");

@@ -8,7 +8,7 @@ namespace kvreplay::replay {
 // 1536 -> "1.5 KiB". For eyes only; files never scale.
 std::string bytes_text(double bytes);
 
-// "kvreplay 0.1.0 (revision)": the producer of a trace.
+// "kvreplay 0.1.0": the producer of a trace.
 std::string producer_text();
 
 std::string version_number();
