@@ -518,7 +518,10 @@ std::int64_t projected_bytes(const model_info& model, const sequence_plan& plan)
   const std::int64_t layers =
       model.layers.empty() ? model.n_layers : static_cast<std::int64_t>(model.layers.size());
   for (const planned_column& one : plan_layer(model, plan)) bytes += layers * stored_bytes(one);
-  return bytes;
+  // wo is written as float16 by default; what the model names is what will be put.
+  const std::int64_t wo_values =
+      std::int64_t{model.n_q_heads} * model.value_dim * model.hidden_size;
+  return bytes + static_cast<std::int64_t>(model.wo_layers.size()) * wo_values * 2;
 }
 
 }  // namespace kvreplay::traces
