@@ -6,39 +6,24 @@
 #include <cstdint>
 
 #include "kernels/attend.hpp"
+#include "kernels/device_storage.cuh"
 #include "kernels/simt/simt.hpp"
 #include "kernels/update_scores.hpp"
 
 namespace kvreplay::kernels::device {
 
-inline constexpr float log2_e = 1.44269504F;
-inline constexpr float ln_2 = 0.693147181F;
-inline constexpr float lowest = -3e38F;  // where maxima start: finite, so that no inf - inf arises
 inline constexpr int attend_threads = 128;
 inline constexpr int largest_group = 128;
 inline constexpr int largest_dim = 256;
 
-// One KV head of one item (layer, sequence, policy). Lies in device memory, lengths included, so
-// that a captured graph follows them. In the tensor-core tier rows start at multiples of 16 bytes
-// and scalars can be read up to the next multiple of 16 entries; what stands beyond a length never
-// matters.
+// A query against one KV head, and where its results go.
 struct attend_head {
-  const std::int8_t* body_k = nullptr;          // [body, head_dim]
-  const std::int8_t* body_v = nullptr;          // [body, value_dim]
-  const std::uint16_t* body_k_scale = nullptr;  // [body], FP16
-  const std::uint16_t* body_v_scale = nullptr;  // [body], FP16
-  const float* k_channel_scale = nullptr;       // [head_dim] or null: ones
-  const float* v_channel_scale = nullptr;       // [value_dim] or null: ones
-  const std::uint16_t* tail_k = nullptr;        // [tail, head_dim], FP16
-  const std::uint16_t* tail_v = nullptr;        // [tail, value_dim], FP16
-  int body = 0, tail = 0;
-  const float* q = nullptr;     // [group, head_dim]
-  const float* sink = nullptr;  // [group], learned logits, or null
-  float* o = nullptr;           // [group, value_dim]
-  float* lse = nullptr;         // [group]
-  float* mass = nullptr;        // [body + tail], per_query_head: [group, mass_stride]; or null
-  float* body_score = nullptr;  // [body], read and written unless the rule is none
-  float* tail_score = nullptr;  // [tail]
+  const head_storage* storage = nullptr;  // entries and, unless the rule is none, their scores
+  const float* q = nullptr;               // [group, head_dim]
+  const float* sink = nullptr;            // [group], learned logits, or null
+  float* o = nullptr;                     // [group, value_dim]
+  float* lse = nullptr;                   // [group]
+  float* mass = nullptr;  // [body + tail], per_query_head: [group, mass_stride]; or null
 };
 
 struct attend_batch {

@@ -17,7 +17,7 @@ struct generic_state {
 };
 
 // q times the softmax scale and log2 e, and the channel scales where given.
-SIMT_DEVICE void load_query(const attend_batch& a, const attend_head& h, int first_row, int rows,
+SIMT_DEVICE void load_query(const attend_batch& a, const float* q, int first_row, int rows,
                             const float* channel_scale, generic_state& s) {
   const int lane = static_cast<int>(simt::thread_index() % simt::warp_size);
   SIMT_UNROLL
@@ -27,7 +27,7 @@ SIMT_DEVICE void load_query(const attend_batch& a, const attend_head& h, int fir
       const int c = lane + j * simt::warp_size;
       s.q[g][j] = 0;
       if (c >= a.head_dim || g >= rows) continue;
-      const float x = h.q[(first_row + g) * a.head_dim + c] * a.softmax_scale * log2_e;
+      const float x = q[(first_row + g) * a.head_dim + c] * a.softmax_scale * log2_e;
       s.q[g][j] = channel_scale == nullptr ? x : x * channel_scale[c];
     }
   }
@@ -68,12 +68,12 @@ SIMT_DEVICE void absorb_entry(const attend_batch& a, const T* k, const T* v, flo
   }
 }
 
-SIMT_DEVICE void absorb_body(const attend_batch& a, const attend_head& h, int first_row, int rows,
-                             generic_state& s) {
+SIMT_DEVICE void absorb_body(const attend_batch& a, const head_storage& h, const float* q,
+                             int first_row, int rows, generic_state& s) {
   const int lane = static_cast<int>(simt::thread_index() % simt::warp_size);
   const int warp = static_cast<int>(simt::thread_index()) / simt::warp_size;
   const int head = static_cast<int>(simt::block_y());
-  load_query(a, h, first_row, rows, h.k_channel_scale, s);
+  load_query(a, q, first_row, rows, h.k_channel_scale, s);
   const entry_range part =
       split_range(h.body, a.splits, static_cast<int>(simt::block_x()), generic_warps);
   for (int t = part.begin + warp; t < part.end; t += generic_warps) {
@@ -91,11 +91,11 @@ SIMT_DEVICE void absorb_body(const attend_batch& a, const attend_head& h, int fi
   }
 }
 
-SIMT_DEVICE void absorb_tail(const attend_batch& a, const attend_head& h, int first_row, int rows,
-                             generic_state& s) {
+SIMT_DEVICE void absorb_tail(const attend_batch& a, const head_storage& h, const float* q,
+                             int first_row, int rows, generic_state& s) {
   const int warp = static_cast<int>(simt::thread_index()) / simt::warp_size;
   const int head = static_cast<int>(simt::block_y());
-  load_query(a, h, first_row, rows, nullptr, s);
+  load_query(a, q, first_row, rows, nullptr, s);
   const entry_range part =
       split_range(h.tail, a.splits, static_cast<int>(simt::block_x()), generic_warps);
   for (int t = part.begin + warp; t < part.end; t += generic_warps) {
@@ -108,7 +108,8 @@ SIMT_DEVICE void absorb_tail(const attend_batch& a, const attend_head& h, int fi
 // grid (splits, heads, ceil(group / 4)), block 128
 SIMT_KERNEL SIMT_BOUNDS(attend_threads, 2) attend_generic_kernel(attend_batch a) {
   SIMT_SHARED(float, shared, generic_warps* generic_rows*(largest_dim + 2));
-  const attend_head h = a.heads[simt::block_y()];
+  const attend_head& target = a.heads[simt::block_y()];
+  const head_storage& h = *target.storage;
   const int first_row = static_cast<int>(simt::block_z()) * generic_rows;
   const int rows = simt::lesser_of(generic_rows, a.group - first_row);
   const int lane = static_cast<int>(simt::thread_index() % simt::warp_size);
@@ -121,8 +122,8 @@ SIMT_KERNEL SIMT_BOUNDS(attend_threads, 2) attend_generic_kernel(attend_batch a)
     SIMT_UNROLL
     for (int j = 0; j < lane_channels; ++j) s.out[g][j] = 0;
   }
-  absorb_body(a, h, first_row, rows, s);
-  absorb_tail(a, h, first_row, rows, s);
+  absorb_body(a, h, target.q, first_row, rows, s);
+  absorb_tail(a, h, target.q, first_row, rows, s);
   SIMT_UNROLL
   for (int g = 0; g < generic_rows; ++g) {
     float* mine = shared + (warp * generic_rows + g) * (a.value_dim + 2);

@@ -14,27 +14,23 @@ inline bool has_mma_tier(const attend_batch& a) {
 }
 
 inline void check_batch(const attend_batch& a) {
-  const auto refuse = [](const char* what) {
-    throw simt::failure(std::string("attend on the device: ") + what);
-  };
   if (a.heads == nullptr || a.scores == nullptr || a.partial_o == nullptr ||
       a.partial_state == nullptr) {
-    refuse("a pointer of the batch is null");
+    refuse("attend", "a pointer of the batch is null");
   }
-  if (a.head_count < 1 || a.head_count > 65535) refuse("head_count is not in 1..65535");
-  if (a.group < 1 || a.group > largest_group) refuse("group is not in 1..128");
+  if (a.head_count < 1 || a.head_count > 65535) refuse("attend", "head_count is not in 1..65535");
+  if (a.group < 1 || a.group > largest_group) refuse("attend", "group is not in 1..128");
   if (a.head_dim < 1 || a.head_dim > largest_dim || a.value_dim < 1 || a.value_dim > largest_dim) {
-    refuse("head_dim or value_dim is not in 1..256");
+    refuse("attend", "head_dim or value_dim is not in 1..256");
   }
-  if (a.splits < 1 || a.most_entries < 0) refuse("splits or most_entries is out of range");
-  if (a.reduce == mass_layout::layer_mean) refuse("layer_mean spans KV heads");
+  if (a.splits < 1 || a.most_entries < 0)
+    refuse("attend", "splits or most_entries is out of range");
+  if (a.reduce == mass_layout::layer_mean) refuse("attend", "layer_mean spans KV heads");
   if (a.rule != score_rule::none &&
       (a.reduce == mass_layout::none || a.reduce == mass_layout::per_query_head)) {
-    refuse("a score rule needs mass reduced over the group");
+    refuse("attend", "a score rule needs mass reduced over the group");
   }
 }
-
-inline unsigned blocks_for(int n, int per) { return static_cast<unsigned>((n + per - 1) / per); }
 
 // o, lse, mass and scores of every head of the batch. Throws simt::failure where the batch or CUDA
 // refuses; the results are there when the stream has come to them.

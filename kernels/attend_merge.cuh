@@ -71,6 +71,7 @@ SIMT_KERNEL SIMT_BOUNDS(attend_threads, 8) attend_merge_kernel(attend_batch a) {
   SIMT_SHARED(float, states, largest_group * 2);
   const int head = static_cast<int>(simt::block_y());
   const attend_head h = a.heads[head];
+  const head_storage& storage = *h.storage;
   for (int row = static_cast<int>(simt::thread_index()); row < a.group; row += attend_threads) {
     float top, inverse;
     merge_states(a, h, head, row, top, inverse);
@@ -81,12 +82,13 @@ SIMT_KERNEL SIMT_BOUNDS(attend_threads, 8) attend_merge_kernel(attend_batch a) {
   if (simt::block_x() == 0) combine_outputs(a, h, head, states);
   if (a.reduce != mass_layout::none) {
     const int begin = static_cast<int>(simt::block_x()) * merge_entries;
-    const int end = simt::lesser_of(begin + merge_entries, h.body + h.tail);
+    const int end = simt::lesser_of(begin + merge_entries, storage.body + storage.tail);
     for (int e = begin + static_cast<int>(simt::thread_index()); e < end; e += attend_threads) {
       const float mass = reduce_mass(a, h, head, e, states);
       if (h.mass != nullptr && a.reduce != mass_layout::per_query_head) h.mass[e] = mass;
       if (a.rule == score_rule::none) continue;
-      float* score = e < h.body ? h.body_score + e : h.tail_score + (e - h.body);
+      float* score =
+          e < storage.body ? storage.body_score + e : storage.tail_score + (e - storage.body);
       *score = updated_score(*score, mass, a.rule, a.decay);
     }
   }

@@ -103,18 +103,18 @@ SIMT_DEVICE void stage_halves(const float (&x)[dim / 32], int row, int lane,
 
 // q times the softmax scale, and times the channel scales for the body: a warp per row.
 template <int dim>
-SIMT_DEVICE void stage_queries(const attend_batch& a, const attend_head& h, int first_row, int rows,
-                               const staged_queries<dim>& q) {
+SIMT_DEVICE void stage_queries(const attend_batch& a, const attend_head& target, int first_row,
+                               int rows, const staged_queries<dim>& q) {
   const lane_place at = place();
+  const float* channel_scale = target.storage->k_channel_scale;
   for (int row = at.warp; row < mma_rows; row += mma_warps) {
     float plain[dim / 32], folded[dim / 32];
     SIMT_UNROLL
     for (int j = 0; j < dim / 32; ++j) {
       const int c = at.lane + 32 * j;
-      plain[j] =
-          row < rows ? simt::multiply(h.q[(first_row + row) * dim + c], a.softmax_scale) : 0.0F;
-      folded[j] =
-          h.k_channel_scale == nullptr ? plain[j] : simt::multiply(plain[j], h.k_channel_scale[c]);
+      plain[j] = row < rows ? simt::multiply(target.q[(first_row + row) * dim + c], a.softmax_scale)
+                            : 0.0F;
+      folded[j] = channel_scale == nullptr ? plain[j] : simt::multiply(plain[j], channel_scale[c]);
     }
     stage_digits<dim>(folded, row, at.lane, q);
     stage_halves<dim>(plain, row, at.lane, q);
@@ -270,7 +270,7 @@ SIMT_DEVICE void weigh(float (&score)[4], const float (&lift)[4], const float (&
 }
 
 template <int dim>
-SIMT_DEVICE void absorb_body_tiles(const attend_batch& a, const attend_head& h, float* row_scores,
+SIMT_DEVICE void absorb_body_tiles(const attend_batch& a, const head_storage& h, float* row_scores,
                                    const staged_queries<dim>& q, mma_state<dim>& s) {
   constexpr int pieces = dim / 64, channels = dim / 8;
   const lane_place at = place();
@@ -347,7 +347,7 @@ SIMT_DEVICE void tail_scores(const std::uint32_t (&query)[dim / 16][4], const st
 }
 
 template <int dim>
-SIMT_DEVICE void absorb_tail_tiles(const attend_batch& a, const attend_head& h, float* row_scores,
+SIMT_DEVICE void absorb_tail_tiles(const attend_batch& a, const head_storage& h, float* row_scores,
                                    const staged_queries<dim>& q, mma_state<dim>& s) {
   constexpr int channels = dim / 8;
   const lane_place at = place();
@@ -388,12 +388,13 @@ SIMT_KERNEL SIMT_BOUNDS(attend_threads, 3) attend_mma_kernel(attend_batch a) {
   SIMT_SHARED(std::uint16_t, halves, 2 * mma_rows * dim);
   SIMT_SHARED(float, scales, 2 * mma_rows);
   SIMT_SHARED(float, shared, mma_warps* mma_rows*(dim + 2));
-  const attend_head& h = a.heads[simt::block_y()];
+  const attend_head& target = a.heads[simt::block_y()];
+  const head_storage& h = *target.storage;
   const lane_place at = place();
   const int first_row = static_cast<int>(simt::block_z()) * mma_rows;
   const int rows = simt::lesser_of(mma_rows, a.group - first_row);
   const staged_queries<dim> q = {digits, halves, scales, scales + mma_rows};
-  stage_queries<dim>(a, h, first_row, rows, q);
+  stage_queries<dim>(a, target, first_row, rows, q);
   mma_state<dim> s;
   s.top = lowest;
   s.sum = 0;

@@ -9,6 +9,7 @@
 
 #include "kernels/attend_launch.cuh"
 #include "kernels/query_digits.hpp"
+#include "kernels/simt/device_copy.hpp"
 #include "kernels/test_support.hpp"
 
 namespace kvreplay::kernels {
@@ -17,48 +18,9 @@ namespace {
 using device::attend_batch;
 using device::attend_head;
 using device::attend_tier;
+using testing::at;
+using testing::head_copy;
 using testing::numbers;
-
-std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
-
-struct aligned16 {
-  alignas(16) std::uint8_t bytes[16];
-};
-
-// A copy whose rows start at multiples of 16 and whose last `padding` values are poison.
-template <class T>
-class device_copy {
- public:
-  device_copy(const std::vector<T>& x, std::size_t padded, T poison)
-      : data_((std::max(padded, x.size()) * sizeof(T) + 15) / 16 + 1) {
-    T* out = get();
-    for (std::size_t i = 0; i < std::max(padded, x.size()); ++i)
-      out[i] = i < x.size() ? x[i] : poison;
-  }
-  T* get() { return reinterpret_cast<T*>(data_.data()); }
-
- private:
-  std::vector<aligned16> data_;
-};
-
-constexpr std::uint16_t half_nan = 0x7e00;
-
-// What the device sees of one KV head of a cache, scalars padded to 16 entries with NaN.
-struct head_copy {
-  device_copy<std::int8_t> body_k, body_v;
-  device_copy<std::uint16_t> body_k_scale, body_v_scale, tail_k, tail_v;
-  std::vector<float> body_score, tail_score;
-
-  explicit head_copy(const head_store& s)
-      : body_k(s.body_k, s.body_k.size(), 0),
-        body_v(s.body_v, s.body_v.size(), 0),
-        body_k_scale(s.body_k_scale, (s.body_k_scale.size() + 15) / 16 * 16, half_nan),
-        body_v_scale(s.body_v_scale, (s.body_v_scale.size() + 15) / 16 * 16, half_nan),
-        tail_k(s.tail_k, s.tail_k.size() + 64, half_nan),
-        tail_v(s.tail_v, s.tail_v.size() + 64, half_nan),
-        body_score(s.body_score),
-        tail_score(s.tail_score) {}
-};
 
 struct device_run {
   std::vector<float> o, lse, mass, scores;
@@ -87,28 +49,16 @@ device_run run(const kv_cache& cache, const std::vector<float>& q, const run_opt
   std::vector<attend_head> heads;
   const int group = s.group();
   const bool per_head = options.reduce == mass_layout::per_query_head;
-  for (int h = 0; h < s.kv_heads; ++h) copies.emplace_back(cache.head(0, h));
+  copies.reserve(at(s.kv_heads));  // their storage points into themselves
+  for (int h = 0; h < s.kv_heads; ++h) copies.emplace_back(cache.head(0, h), s, 0);
   for (int h = 0; h < s.kv_heads; ++h) {
-    const head_store& store = cache.head(0, h);
-    head_copy& c = copies[at(h)];
     attend_head view;
-    view.body_k = c.body_k.get();
-    view.body_v = c.body_v.get();
-    view.body_k_scale = c.body_k_scale.get();
-    view.body_v_scale = c.body_v_scale.get();
-    view.k_channel_scale = store.k_channel_scale.empty() ? nullptr : store.k_channel_scale.data();
-    view.v_channel_scale = store.v_channel_scale.empty() ? nullptr : store.v_channel_scale.data();
-    view.tail_k = c.tail_k.get();
-    view.tail_v = c.tail_v.get();
-    view.body = store.body_size();
-    view.tail = store.tail_size();
+    view.storage = &copies[at(h)].storage;
     view.q = q.data() + std::int64_t{h} * group * s.head_dim;
     view.sink = s.sink_logits.empty() ? nullptr : s.sink_logits.data() + h * group;
     view.o = r.o.data() + std::int64_t{h} * group * s.value_dim;
     view.lse = r.lse.data() + h * group;
     view.mass = r.mass.data() + std::int64_t{h} * (per_head ? group : 1) * r.most;
-    view.body_score = c.body_score.data();
-    view.tail_score = c.tail_score.data();
     heads.push_back(view);
   }
   std::vector<float> partial_o(at(std::int64_t{s.q_heads} * options.splits * s.value_dim), NAN);
@@ -130,9 +80,9 @@ device_run run(const kv_cache& cache, const std::vector<float>& q, const run_opt
   batch.partial_o = partial_o.data();
   batch.partial_state = partial_state.data();
   launch_attend(batch, options.tier, {});
-  for (head_copy& c : copies) {
-    r.new_scores.insert(r.new_scores.end(), c.body_score.begin(), c.body_score.end());
-    r.new_scores.insert(r.new_scores.end(), c.tail_score.begin(), c.tail_score.end());
+  for (const head_copy& c : copies) {
+    for (int e = 0; e < c.storage.body; ++e) r.new_scores.push_back(c.storage.body_score[e]);
+    for (int e = 0; e < c.storage.tail; ++e) r.new_scores.push_back(c.storage.tail_score[e]);
   }
   return r;
 }

@@ -98,6 +98,11 @@ SIMT_DEVICE words2 load8(const void* p) {
 SIMT_DEVICE std::uint32_t load4(const void* p) {
   return __ldg(reinterpret_cast<const unsigned*>(p));
 }
+// The same from memory that the kernel also writes.
+SIMT_DEVICE words4 read16(const void* p) {
+  const uint4 v = *reinterpret_cast<const uint4*>(p);
+  return {{v.x, v.y, v.z, v.w}};
+}
 SIMT_DEVICE void store16(void* p, const words4& v) {
   *reinterpret_cast<uint4*>(p) = make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]);
 }
@@ -263,6 +268,9 @@ inline words4 load16(const void* p, const location& at = location::current()) {
   words4 v;
   std::memcpy(&v, p, sizeof v);
   return v;
+}
+inline words4 read16(const void* p, const location& at = location::current()) {
+  return load16(p, at);
 }
 inline words2 load8(const void* p, const location& at = location::current()) {
   check_aligned(p, 8, at);
