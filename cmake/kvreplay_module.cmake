@@ -6,7 +6,9 @@ add_library(kvreplay_flags INTERFACE)
 target_compile_options(kvreplay_flags INTERFACE
   $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wno-sign-conversion
     -ffp-contract=off>
-  $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CONFIG:Release>>:-O3>)
+  $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CONFIG:Release>>:-O3>
+  # Test files are large and run once: compiling them is what takes time.
+  $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<BOOL:$<TARGET_PROPERTY:KVREPLAY_TEST>>>:-O1>)
 if(KVREPLAY_WERROR)
   target_compile_options(kvreplay_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
 endif()
@@ -40,6 +42,7 @@ function(kvreplay_module name)
 
   if(BUILD_TESTING AND tests)
     add_executable(${name}_test ${tests} ${PROJECT_SOURCE_DIR}/cmake/test_main.cc)
+    set_target_properties(${name}_test PROPERTIES KVREPLAY_TEST ON)
     target_link_libraries(${name}_test PRIVATE kvreplay_${name} doctest::doctest)
     target_compile_definitions(${name}_test PRIVATE
       KVREPLAY_SOURCE_DIR="${PROJECT_SOURCE_DIR}"
