@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string_view>
 
-#include "kernels/numerics.hpp"
+#include "kernels/inner_loops.hpp"
 #include "kernels/select.hpp"
 
 namespace kvreplay::kernels {
@@ -80,7 +80,7 @@ void append_row(const float* row, int n, std::vector<half_bits>& half, std::vect
   }
   const std::size_t at = half.size();
   half.resize(at + static_cast<std::size_t>(n));
-  for (int c = 0; c < n; ++c) half[at + static_cast<std::size_t>(c)] = float_to_half(row[c]);
+  active_loops().to_halves(row, n, half.data() + at);
 }
 
 // Entries that the model's own window has passed leave.

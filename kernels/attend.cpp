@@ -39,18 +39,21 @@ const half_bits* none_if_empty(const std::vector<half_bits>& table) {
   return table.empty() ? nullptr : table.data();
 }
 
-void fold_query(const head_work& w, scratch_space& s) {
-  const std::int64_t count = std::int64_t{w.group} * w.head_dim;
-  s.q.resize(static_cast<std::size_t>(count));
-  for (std::int64_t i = 0; i < count; ++i) {
-    s.q[static_cast<std::size_t>(i)] = w.q[i] * w.softmax_scale;
-  }
-  s.q_folded = s.q;
-  const float* channel = none_if_empty(w.store->k_channel_scale);
+// out[c] = (q[c] * softmax_scale) * channel[c], rounded after each product; channel null: ones.
+void fold_channels(const float* q, int dim, float softmax_scale, const float* channel, float* out) {
+  for (int c = 0; c < dim; ++c) out[c] = q[c] * softmax_scale;
   if (channel == nullptr) return;
+  for (int c = 0; c < dim; ++c) out[c] *= channel[c];
+}
+
+void fold_query(const head_work& w, scratch_space& s) {
+  s.q.resize(static_cast<std::size_t>(w.group) * static_cast<std::size_t>(w.head_dim));
+  s.q_folded.resize(s.q.size());
   for (int g = 0; g < w.group; ++g) {
-    float* row = s.q_folded.data() + std::int64_t{g} * w.head_dim;
-    for (int c = 0; c < w.head_dim; ++c) row[c] *= channel[c];
+    const std::int64_t row = std::int64_t{g} * w.head_dim;
+    fold_channels(w.q + row, w.head_dim, w.softmax_scale, nullptr, s.q.data() + row);
+    fold_channels(w.q + row, w.head_dim, w.softmax_scale, none_if_empty(w.store->k_channel_scale),
+                  s.q_folded.data() + row);
   }
 }
 
@@ -228,6 +231,27 @@ void attend(std::span<const attend_item> items) {
     check_item(item);
     attend_item_heads(item, scratch);
   }
+}
+
+head_integers integer_scores(const kv_cache& cache, int layer, int q_head,
+                             std::span<const float> q) {
+  const cache_shape& shape = cache.shape();
+  const head_store& store = cache.head(layer, q_head / shape.group());
+  if (q_head < 0 || q.size() != static_cast<std::size_t>(shape.head_dim)) {
+    throw std::invalid_argument(
+        fmt::format("integer_scores: query head {} with {} channels, expected {}", q_head, q.size(),
+                    shape.head_dim));
+  }
+  std::vector<float> folded(q.size());
+  fold_channels(q.data(), shape.head_dim, static_cast<float>(shape.softmax_scale),
+                none_if_empty(store.k_channel_scale), folded.data());
+  digit_row digits;
+  split_query(folded.data(), shape.head_dim, digits);
+  head_integers result{digits.scale, {}};
+  result.scores.resize(store.body_position.size());
+  active_loops().digit_scores(digits, shape.head_dim, store.body_k.data(), store.body_size(),
+                              result.scores.data());
+  return result;
 }
 
 }  // namespace kvreplay::kernels

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "kernels/kv_cache.hpp"
 
@@ -32,5 +33,17 @@ struct attend_item {
 // A head with no entries gives o = 0 and lse = -inf (with a learned sink: lse = sink), never NaN.
 // Results do not depend on anything but the entries: not on other items, threads or freed slots.
 void attend(std::span<const attend_item> items);
+
+// The scores of a query head against the INT8 entries of its KV head as exact integers:
+//   softmax_scale * q . k_i = scale * (FP16 scalar of entry i, where there is one) * scores[i]
+// up to the 15 bits that query_digits.hpp keeps of (q[c] * softmax_scale) * channel scale[c]. The
+// same on every path and back end, bit for bit; attend computes with them where isa::avx512 is
+// active.   q [head_dim]
+struct head_integers {
+  float scale;
+  std::vector<std::int32_t> scores;  // [body entries]
+};
+head_integers integer_scores(const kv_cache& cache, int layer, int q_head,
+                             std::span<const float> q);
 
 }  // namespace kvreplay::kernels

@@ -74,8 +74,8 @@ isa parse_isa(std::string_view name) {
   for (const isa set : all_sets) {
     if (name != isa_name(set)) continue;
     if (isa_supported(set)) return set;
-    throw std::invalid_argument(fmt::format("KVREPLAY_ISA: this machine has no {}; it has {}", name,
-                                            supported_names()));
+    throw std::invalid_argument(
+        fmt::format("KVREPLAY_ISA: this machine has no {}; it has {}", name, supported_names()));
   }
   throw std::invalid_argument(
       fmt::format("KVREPLAY_ISA is '{}', expected plain, avx2 or avx512", name));

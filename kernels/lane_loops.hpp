@@ -63,11 +63,20 @@ void score_block(const score_job<T>& job, int first_head, std::int64_t begin, in
   for (int r = 0; r < L::width; r += tokens) {
     multiply_rows<L, T, heads, tokens>(q, job.dim, rows, r, partial);
   }
+  const bool whole = count == L::width;
   typename L::reg scale = L::set1(1.0F);
-  if (job.scale != nullptr) scale = L::widen_first(job.scale + begin, count);
+  if (job.scale != nullptr) {
+    const half_bits* from = job.scale + begin;
+    scale = whole ? L::widen(from) : L::widen_first(from, count);
+  }
   for (int g = 0; g < heads; ++g) {
     float* out = job.scores + (first_head + g) * job.stride + begin;
-    L::store_first(out, L::mul(L::sums(partial[g]), scale), count);
+    const typename L::reg score = L::mul(L::sums(partial[g]), scale);
+    if (whole) {
+      L::store(out, score);
+    } else {
+      L::store_first(out, score, count);
+    }
   }
 }
 

@@ -14,9 +14,9 @@ alignas(32) constexpr std::int32_t lane_masks[16] = {-1, -1, -1, -1, -1, -1, -1,
 struct avx2_lanes {
   using reg = __m256;
   static constexpr int width = 8;
-  // For 1 .. 4 heads: rows, and registers of channels, worked on at once, such that 6 to 8 sums hide
-  // the latency of FMA and fit 16 registers.
-  static constexpr int tokens_of[] = {8, 4, 2, 2};
+  // For 1 .. 4 heads: rows, and registers of channels, worked on at once, such that the sums hide
+  // the latency of FMA and fit 16 registers beside the operands.
+  static constexpr int tokens_of[] = {4, 4, 2, 2};
   static constexpr int slabs_of[] = {8, 4, 2, 2};
 
   static reg zero() { return _mm256_setzero_ps(); }

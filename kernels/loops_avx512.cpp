@@ -55,8 +55,8 @@ struct avx512_lanes {
   static reg sums(const reg* p) {
     reg b[8], c[4];
     for (int i = 0; i < 8; ++i) {
-      b[i] =
-          add(_mm512_unpacklo_ps(p[2 * i], p[2 * i + 1]), _mm512_unpackhi_ps(p[2 * i], p[2 * i + 1]));
+      b[i] = add(_mm512_unpacklo_ps(p[2 * i], p[2 * i + 1]),
+                 _mm512_unpackhi_ps(p[2 * i], p[2 * i + 1]));
     }
     for (int i = 0; i < 4; ++i) {
       c[i] = add(_mm512_shuffle_ps(b[2 * i], b[2 * i + 1], 0x44),
@@ -82,8 +82,7 @@ struct avx512_lanes {
                                         _mm512_shuffle_i32x4(c[0], c[1], 0xdd));
     const __m512i d1 = _mm512_add_epi32(_mm512_shuffle_i32x4(c[2], c[3], 0x88),
                                         _mm512_shuffle_i32x4(c[2], c[3], 0xdd));
-    return _mm512_add_epi32(_mm512_shuffle_i32x4(d0, d1, 0x88),
-                            _mm512_shuffle_i32x4(d0, d1, 0xdd));
+    return _mm512_add_epi32(_mm512_shuffle_i32x4(d0, d1, 0x88), _mm512_shuffle_i32x4(d0, d1, 0xdd));
   }
   static float top(reg x) { return _mm512_reduce_max_ps(x); }
 
@@ -158,8 +157,8 @@ template <int heads>
     }
   }
   for (int g = 0; g < heads; ++g) {
-    out[g] = _mm512_sub_epi32(avx512_lanes::integer_sums(partial[g]),
-                              _mm512_set1_epi32(128 * q[g].sum));
+    out[g] =
+        _mm512_sub_epi32(avx512_lanes::integer_sums(partial[g]), _mm512_set1_epi32(128 * q[g].sum));
   }
 }
 

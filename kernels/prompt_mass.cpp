@@ -3,10 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 
-#include "kernels/numerics.hpp"
+#include "kernels/inner_loops.hpp"
 
 namespace kvreplay::kernels {
 namespace {
@@ -52,22 +51,6 @@ std::vector<float> pack_keys(const layer_view& v, const float* k, int head, std:
   return packed;
 }
 
-// out[r][j] = (row r of q) . key j of the tile, each summed channel by channel, so that a result's
-// bits do not depend on what is computed beside it.
-//   q [count, dim], keys [dim, tile], out [count] rows of `stride`
-template <int count>
-void score_tile(const float* q, const float* keys, int dim, float* out, std::int64_t stride) {
-  constexpr int parts = tile / 4;
-  float4 sum[count][parts] = {};
-  for (int c = 0; c < dim; ++c) {
-    for (int p = 0; p < parts; ++p) {
-      const float4 key = load4(keys + std::int64_t{c} * tile + 4 * p);
-      for (int r = 0; r < count; ++r) sum[r][p] += q[std::int64_t{r} * dim + c] * key;
-    }
-  }
-  for (int r = 0; r < count; ++r) std::memcpy(out + r * stride, sum[r], sizeof sum[r]);
-}
-
 // A block of query positions of one KV head.
 struct query_block {
   const float* q;      // [steps, q_heads, dim]
@@ -84,11 +67,11 @@ void finish_row(const layer_view& v, const query_block& b, std::int64_t step, in
                 std::int64_t begin, std::int64_t end, float* row) {
   const std::int64_t at = step * v.q_heads + q_head;
   if (b.lse != nullptr) {
-    exp_in_place(row + begin, end - begin, b.lse[at]);
+    active_loops().exponentials(row + begin, end - begin, b.lse[at]);
     return;
   }
-  const float lse =
-      softmax_row(row + begin, end - begin, v.sinks == nullptr ? nullptr : v.sinks + q_head);
+  const float* sink = v.sinks == nullptr ? nullptr : v.sinks + q_head;
+  const float lse = active_loops().softmax(row + begin, end - begin, sink);
   if (b.lse_out != nullptr) b.lse_out[at] = lse;
 }
 
@@ -110,14 +93,7 @@ void block_rows(const layer_view& v, const std::vector<float>& packed, int head,
   const std::int64_t last_tile = (b.first + b.steps + tile - 1) / tile;
   for (std::int64_t t = first_tile; t < last_tile; ++t) {
     const float* keys = packed.data() + t * v.dim * tile;
-    float* to = out + t * tile;
-    std::int64_t r = 0;
-    for (; r + 2 <= rows; r += 2) {
-      score_tile<2>(q_scaled.data() + r * v.dim, keys, v.dim, to + r * stride, stride);
-    }
-    for (; r < rows; ++r) {
-      score_tile<1>(q_scaled.data() + r * v.dim, keys, v.dim, to + r * stride, stride);
-    }
+    active_loops().score_tile(q_scaled.data(), rows, keys, v.dim, out + t * tile, stride);
   }
   for (std::int64_t r = 0; r < rows; ++r) {
     const std::int64_t position = b.first + r / v.group;

@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string_view>
 
+#include "kernels/inner_loops.hpp"
 #include "kernels/numerics.hpp"
 #include "kernels/select.hpp"
 
@@ -118,8 +119,7 @@ struct rows_view {
       std::copy_n(full.begin() + at, dim, out.begin());
       return;
     }
-    const half_bits* row = half.data() + at;
-    for (int c = 0; c < dim; ++c) out[static_cast<std::size_t>(c)] = half_to_float(row[c]);
+    active_loops().from_halves(half.data() + at, dim, out.data());
   }
 };
 

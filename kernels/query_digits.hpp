@@ -80,7 +80,7 @@ KVREPLAY_HOST_DEVICE static inline void split_query(const float* q, int dim, dig
 
 // K . q of one row of codes. 128 * (hi . k) + (lo . k), in integers.
 KVREPLAY_HOST_DEVICE static inline std::int32_t digit_score(const digit_row& query,
-                                                     const std::int8_t* codes, int dim) {
+                                                            const std::int8_t* codes, int dim) {
   std::int32_t high = 0, low = 0;
   for (int c = 0; c < dim; ++c) {
     high += std::int32_t{query.hi[c]} * codes[c];

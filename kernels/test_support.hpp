@@ -5,10 +5,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "kernels/append.hpp"
 #include "kernels/attend.hpp"
+#include "kernels/isa.hpp"
 #include "kernels/kv_cache.hpp"
 #include "kernels/quantise.hpp"
 #include "kernels/reference.hpp"
@@ -144,6 +146,30 @@ inline reference_result expected(const kv_cache& cache, int layer, const std::ve
 // Within tol * (1 + |b|), or equal (infinities). NaN never is.
 inline bool near(double a, double b, double tol) {
   return a == b || std::fabs(a - b) <= tol * (1 + std::fabs(b));
+}
+
+// What attend may differ from the reference by, in units of 1 + |expected|: FP32 arithmetic, and
+// where INT8 scores are integers, the query's 15 bits. Each channel of it is then within half a
+// step, so that a score's error has a standard deviation of step / sqrt(12) * |codes|; eight of the
+// largest are allowed.
+inline double attend_tolerance(const kv_cache& cache, int layer, const std::vector<float>& q) {
+  const cache_shape& s = cache.shape();
+  double largest = 0;
+  for (int h = 0; active_isa() == isa::avx512 && h < s.q_heads; ++h) {
+    const head_store& store = cache.head(layer, h / s.group());
+    const auto dim = static_cast<std::size_t>(s.head_dim);
+    const std::span<const float> row(q.data() + static_cast<std::size_t>(h) * dim, dim);
+    const double step = static_cast<double>(integer_scores(cache, layer, h, row).scale);
+    for (std::size_t i = 0; i < store.body_position.size(); ++i) {
+      double squares = 0;
+      for (std::size_t c = 0; c < dim; ++c) {
+        squares += store.body_k[i * dim + c] * store.body_k[i * dim + c];
+      }
+      const double scalar = store.body_k_scale.empty() ? 1 : half_value(store.body_k_scale[i]);
+      largest = std::max(largest, step * scalar * std::sqrt(squares / 12));
+    }
+  }
+  return 1e-5 + 8 * largest;
 }
 
 // The largest error over o, lse and per-head mass, in units of 1 + |expected|; infinite where
