@@ -187,9 +187,6 @@ std::vector<int> pyramid_shares(int layers, std::int64_t budget, const pyramid_r
 budget_plan::budget_plan(const policy& p, const model_dims& dims) : policy_(p), dims_(dims) {
   check_dims(dims);
   const budget_rule& rule = policy_.budget;
-  if (!(rule.scale > 0) || !std::isfinite(rule.scale)) {
-    throw std::invalid_argument(fmt::format("budget_plan: scale {}, expected above 0", rule.scale));
-  }
   if (!rule.gated) {
     single_ = resolve(rule.single, "budget");
     return;
@@ -215,20 +212,11 @@ int budget_plan::fixed_protection() const {
   return static_cast<int>(std::min<std::int64_t>(sum, INT_MAX));
 }
 
-std::int64_t budget_plan::scaled(std::int64_t entries) const {
-  const double scale = policy_.budget.scale;
-  if (scale == 1) return entries;
-  const double product = std::floor(scale * static_cast<double>(entries) + 0.5);
-  return std::max({std::int64_t{1}, std::int64_t{fixed_protection()},
-                   static_cast<std::int64_t>(std::min(product, static_cast<double>(INT_MAX)))});
-}
-
 budget_plan::level budget_plan::resolve(const amount& a, const char* key) const {
   level out{a, INT_MAX, {}};
   if (a.unit == amount_unit::everything || a.unit == amount_unit::percent) return out;
-  out.entries =
-      scaled(a.unit == amount_unit::bytes ? entries_in_bytes(a, key, policy_.precision, dims_)
-                                          : static_cast<std::int64_t>(a.value));
+  out.entries = a.unit == amount_unit::bytes ? entries_in_bytes(a, key, policy_.precision, dims_)
+                                             : static_cast<std::int64_t>(a.value);
   if (policy_.budget.pyramid.on) {
     out.shares = pyramid_shares(dims_.n_layers, out.entries, policy_.budget.pyramid,
                                 std::max(1, fixed_protection()));
@@ -240,7 +228,7 @@ std::int64_t budget_plan::entries_at(const level& l, std::int64_t step) const {
   if (l.source.unit != amount_unit::percent) return l.entries;
   const double share = l.source.value / 100 * static_cast<double>(step + 1) + 0.5;
   const auto entries = static_cast<std::int64_t>(std::floor(share));
-  return scaled(std::clamp<std::int64_t>(entries, 1, INT_MAX));
+  return std::clamp<std::int64_t>(entries, 1, INT_MAX);
 }
 
 int budget_plan::layer_share(std::int64_t entries, const std::vector<int>& shares,

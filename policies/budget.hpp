@@ -47,14 +47,13 @@ class budget_plan {
   // One number of the SPEC. Entries and bytes are resolved once; percent at every step.
   struct level {
     amount source;
-    std::int64_t entries = 0;  // scaled; not used for percent
+    std::int64_t entries = 0;  // not used for percent
     std::vector<int> shares;   // [n_layers] under a pyramid; empty for percent
   };
   level resolve(const amount& a, const char* key) const;
   std::int64_t entries_at(const level& l, std::int64_t step) const;
   int layer_share(std::int64_t entries, const std::vector<int>& shares, int layer) const;
   int share_of(const level& l, std::int64_t step, int layer) const;
-  std::int64_t scaled(std::int64_t entries) const;
   int fixed_protection() const;
 
   policy policy_;

@@ -16,11 +16,8 @@ namespace {
 // 4 layers x 3 KV heads, 16 + 16 channels: 64 bytes an entry in FP16, 32 codes in INT8.
 model_dims small_model() { return {4, 3, 16, 16, {}, {}}; }
 
-budget_plan plan_of(std::string_view spec, const model_dims& dims = small_model(),
-                    double scale = 1) {
-  policy p = parse_policy(spec);
-  p.budget.scale = scale;
-  return {p, dims};
+budget_plan plan_of(std::string_view spec, const model_dims& dims = small_model()) {
+  return {parse_policy(spec), dims};
 }
 
 // The uniform budget of an ungated policy.
@@ -238,29 +235,6 @@ TEST_CASE("gated budgets in percent and bytes; confkv's window is hard") {
                        "evicted",
                        spec_error);
   CHECK(plan_of("confkv:high=7680B,recent=10").share(0, 0, true) == 10);
-}
-
-TEST_CASE("one factor scales every budget, down to what is protected") {
-  const auto share = [](std::string_view spec, double scale, bool tight = false) {
-    return plan_of(spec, small_model(), scale).share(99, 0, tight);
-  };
-  CHECK(share("window:budget=100", 0.505) == 51);  // 50.5 + .5
-  CHECK(share("window:budget=100", 0.5049) == 50);
-  CHECK(share("window:budget=100", 1e-9) == 1);
-  CHECK(share("window:budget=100", 1e18) == INT_MAX);
-  CHECK(share("streaming:budget=100", 0.01) == 4);
-  CHECK(share("random:budget=100,recent=8,sinks=2", 0.01) == 10);
-  CHECK(share("h2o:budget=100", 0.01) == 1);  // its recent follows the budget
-  CHECK(share("h2o:budget=100+protect:sinks=3", 0.01) == 3);
-  CHECK(share("h2o:budget=30%", 0.5) == 15);
-  CHECK(share("window:budget=7680B", 0.5) == 5);
-  CHECK(share("confkv", 0.5, true) == 128);
-  CHECK(share("confkv", 0.5) == 384);
-  CHECK(share("confkv", 0.1, true) == 64);
-  // Unscaled, a budget below the protected part stays (the row is flagged).
-  CHECK(share("streaming:budget=2", 1) == 2);
-  CHECK_THROWS_AS(plan_of("window:budget=3", small_model(), 0), std::invalid_argument);
-  CHECK_THROWS_AS(plan_of("window:budget=3", small_model(), std::nan("")), std::invalid_argument);
 }
 
 TEST_CASE("dimensions that cannot be are refused") {

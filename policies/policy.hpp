@@ -50,8 +50,8 @@ struct amount {
 enum class gate_signal : std::uint8_t { signal, shuffled, random, constant, inverted };
 struct gate_rule {
   double tau = 0.6;
-  bool tau_is_quantile =
-      false;  // tau=q0.7: nearest-rank quantile of c(P-1 .. T-1), reads the future
+  // tau=q0.7: nearest-rank quantile of c(P-1 .. T-1), reads the future
+  bool tau_is_quantile = false;
   double w_entropy = 0.4, w_margin = 0.3, w_top = 0.3;
   double temperature = 1;
   double smooth = 0;
@@ -74,8 +74,6 @@ struct budget_rule {
   bool gated = false;
   gate_rule gate;  // high and low replace `single`
   pyramid_rule pyramid;
-  double scale =
-      1;  // --match-bytes: scaled budget = max(1, sinks + recent, floor(scale * B + 0.5))
 };
 
 struct protection_rule {

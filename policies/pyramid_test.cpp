@@ -147,7 +147,7 @@ TEST_CASE("the base's protection is the least share; h2o's recent is not") {
       spec_error);
 }
 
-TEST_CASE("a pyramid over a share of the positions, or a scaled budget") {
+TEST_CASE("a pyramid over a share of the positions") {
   const budget_plan plan(parse_policy("h2o:budget=20%+pyramid"), four_layers());
   for (const int step : {0, 4, 9, 99, 159, 1000}) {
     const std::int64_t b = std::max(1, static_cast<int>(std::floor(0.2 * (step + 1) + 0.5)));
@@ -156,11 +156,6 @@ TEST_CASE("a pyramid over a share of the positions, or a scaled budget") {
       CHECK(plan.budget(step, l, 0, 999, false) == shares[static_cast<size_t>(l)]);
     }
   }
-  policy p = parse_policy("h2o:budget=64+pyramid");
-  p.budget.scale = 0.5;
-  const budget_plan scaled(p, four_layers());
-  CHECK(scaled.share(5, 0, false) == 48);
-  CHECK(scaled.share(5, 3, false) == 16);
 }
 
 }  // namespace

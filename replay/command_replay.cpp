@@ -4,8 +4,10 @@
 #include <filesystem>
 #include <memory>
 #include <optional>
+#include <span>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -300,12 +302,38 @@ std::vector<std::pair<std::string, std::string>> default_params(const reports::r
   return {};
 }
 
+// What the notes of good rows say, each once, with the rows it is about.
+std::vector<std::string> note_lines(std::span<const reports::result> rows,
+                                    std::span<const std::string> labels) {
+  std::vector<std::pair<std::string, std::vector<std::string>>> lines;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (rows[i].status != "ok") continue;
+    std::string_view rest = rows[i].note;
+    while (!rest.empty()) {
+      const auto end = rest.find("; ");
+      const std::string part(rest.substr(0, end));
+      rest = end == std::string_view::npos ? std::string_view{} : rest.substr(end + 2);
+      auto at =
+          std::find_if(lines.begin(), lines.end(), [&](const auto& l) { return l.first == part; });
+      if (at == lines.end()) at = lines.insert(at, {part, {}});
+      at->second.push_back(labels[i]);
+    }
+  }
+  std::vector<std::string> out;
+  for (const auto& [part, about] : lines) {
+    const bool all = about.size() == rows.size() && rows.size() > 1;
+    out.push_back(all ? part : fmt::format("{}: {}", part, fmt::join(about, "; ")));
+  }
+  return out;
+}
+
 void replay_run::print_table() const {
   reports::table_options options;
   options.width = 110;
   for (const auto& row : report_.runs) {
     options.labels.push_back(reports::short_policy(row, default_params(row)));
   }
+  options.footer = note_lines(report_.runs, options.labels);
   if (partial_layers_) {
     options.footer.push_back(fmt::format("layers {}: bytes and quality are of the recorded layers",
                                          report_.runs.front().layers));

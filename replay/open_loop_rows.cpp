@@ -87,6 +87,12 @@ void open_loop_pass::finish(const running_lane& lane, lane_output& out) const {
   if (lane.state.policy().trigger.prefill_only) {
     add_note(row, "selects after the prompt only: the cache then grows without limit");
   }
+  if (!options_.bound) add_note(row, "recall_bound not measured: --no-bound");
+  if (!parts_.residual) {
+    add_note(row,
+             "residual_rel_l2 not measured: the trace lacks wo or residual_norm "
+             "(record --with wo,residual)");
+  }
   finish_spans(lane, row);
   finish_rows(lane, out);
   out.dropped = lane.dropped;

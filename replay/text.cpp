@@ -1,7 +1,7 @@
 #include "replay/text.hpp"
 
 #include <fmt/format.h>
-#include <hdf5.h>
+#include <H5public.h>
 
 #include <array>
 #include <fstream>
@@ -37,9 +37,7 @@ std::string cpu_text() {
 }
 
 std::string hdf5_text() {
-  unsigned major = 0, minor = 0, release = 0;
-  if (H5get_libversion(&major, &minor, &release) < 0) return "unknown";
-  return fmt::format("{}.{}.{}", major, minor, release);
+  return fmt::format("{}.{}.{}", H5_VERS_MAJOR, H5_VERS_MINOR, H5_VERS_RELEASE);
 }
 
 std::string cuda_text() { return "none"; }

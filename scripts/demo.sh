@@ -5,11 +5,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 scripts/install.sh build
-cmake --preset release -DBUILD_TESTING=OFF -DKVREPLAY_BENCHMARKS=OFF >build-demo.log 2>&1 ||
-  { cat build-demo.log >&2; exit 1; }
-cmake --build --preset release --target kvreplay >>build-demo.log 2>&1 ||
-  { tail -n 40 build-demo.log >&2; exit 1; }
-rm -f build-demo.log
+mkdir -p build
+log=build/demo.log
+quietly() { "$@" >>$log 2>&1 || { tail -n 40 $log >&2; exit 1; }; }
+: >$log
+quietly cmake --preset release -DBUILD_TESTING=OFF -DKVREPLAY_BENCHMARKS=OFF
+quietly cmake --build --preset release --target kvreplay
 
 # tau = q0.5 puts the gate at the median confidence of the recorded run. Budgets are scaled so that
 # every policy's mean bytes equal those of a window of 256 entries.
