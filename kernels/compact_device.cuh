@@ -111,7 +111,7 @@ SIMT_DEVICE int compact_tier(const compact_batch& a, const compact_head& h, cons
 }
 
 // grid (heads), block 256
-SIMT_KERNEL SIMT_BOUNDS(compact_threads, 4) compact_kernel(compact_batch a) {
+SIMT_KERNEL SIMT_BOUNDS(compact_threads, 2) compact_kernel(compact_batch a) {
   SIMT_SHARED(int, shared, compact_warps);
   const compact_head& h = a.heads[simt::block_x()];
   head_storage& s = *h.storage;

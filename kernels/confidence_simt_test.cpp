@@ -102,7 +102,8 @@ TEST_CASE("device confidence: one sure token, bad logits, and no possible token"
   CHECK(none.lse == -infinity);
 }
 
-TEST_CASE("device confidence: results do not depend on the schedule") {
+TEST_CASE("device confidence: results do not depend on the schedule" *
+          doctest::test_suite("races")) {
   numbers random(1);
   const auto x = random.normals(2 * 2500);
   const auto first = summarise(x, 2, 2500, 4);
@@ -114,7 +115,8 @@ TEST_CASE("device confidence: results do not depend on the schedule") {
   }
 }
 
-TEST_CASE("device value norms: heads, groups and positions of any number, under every schedule") {
+TEST_CASE("device value norms: heads, groups and positions of any number" *
+          doctest::test_suite("races")) {
   struct norm_case {
     int positions, q_heads, kv_heads, value_dim, hidden;
   };

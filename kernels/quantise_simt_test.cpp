@@ -75,7 +75,8 @@ TEST_CASE("device append: entries age into the host's codes under every schedule
   }
 }
 
-TEST_CASE("device append: many entries may age at once, and none in an FP16 cache") {
+TEST_CASE("device append: many entries may age at once, and none in an FP16 cache" *
+          doctest::test_suite("races")) {
   numbers random(2);
   kv_cache late(testing::small_shape(2, 2, 64), testing::int8_format(scale_format::token, 4));
   testing::fill(late, 0, 0, 40, random, false);

@@ -98,7 +98,8 @@ TEST_CASE("device select and compact: the host's choice under every rule, budget
   }
 }
 
-TEST_CASE("device select: where protection alone exceeds the budget, sinks stay, then the newest") {
+TEST_CASE("device select: where protection alone exceeds the budget, sinks stay, then the newest" *
+          doctest::test_suite("races")) {
   numbers random(6);
   const kv_cache cache = scored_cache(60, 10, random);
   select_item rules;
