@@ -1,7 +1,7 @@
 #include "replay/text.hpp"
 
-#include <fmt/format.h>
 #include <H5public.h>
+#include <fmt/format.h>
 
 #include <array>
 #include <fstream>
