@@ -21,7 +21,8 @@ struct select_batch {
   int head_count = 0;
   std::int32_t step = 0;
   int sinks = 0, recent = 0;
-  rank_rule rule = rank_rule::position;  // position, hash or score
+  rank_rule rule = rank_rule::position;
+  float recency = 0;  // ema_log and ema_max
   std::uint64_t seed = 0;
 };
 
@@ -48,27 +49,58 @@ SIMT_DEVICE bool stays_by_rule(const select_batch& a, std::int32_t position) {
   return position < a.sinks || position > std::int64_t{a.step} - a.recent;
 }
 
-SIMT_DEVICE float rank_of(const select_batch& a, const select_head& h, int entry) {
-  const head_storage& s = *h.storage;
-  if (a.rule == rank_rule::position) return 0;
-  if (a.rule == rank_rule::hash) return hash_of(a, h, position_of(s, entry));
+SIMT_DEVICE float score_of(const head_storage& s, int entry) {
   return entry < s.body ? s.body_score[entry] : s.tail_score[entry - s.body];
 }
 
-// Higher stays; distinct for the entries among which the cut falls. `crowded`: more is protected
-// than the budget holds, so protection alone decides: sinks in order, then the newest.
+// CONF-KV's rank in the host's order of operations (select.cpp). ema_max is the host's to the bit;
+// ema_log differs as the two logarithms do, by a unit in the last place.
+SIMT_DEVICE float rank_by_ema(const select_batch& a, float score, std::int32_t position,
+                              float largest) {
+  double worth = 0;
+  if (a.rule == rank_rule::ema_log) {
+    constexpr double per_log = 0.048254942433694648;  // 1 / ln 1e9
+    const float bounded = score > 1e-9F ? score : 1e-9F;
+    worth = simt::add(1.0, simt::multiply(static_cast<double>(simt::log_exact(bounded)), per_log));
+  } else if (largest > 0) {
+    worth = static_cast<double>(score > 0 ? score : 0.0F) / static_cast<double>(largest);
+  }
+  const double age = (double{1} + position) / (double{1} + a.step);
+  const auto recency = static_cast<double>(a.recency);
+  return static_cast<float>(
+      simt::add(simt::multiply(1 - recency, worth), simt::multiply(recency, age)));
+}
+
+// What the entries of a head are ranked by: `largest` is the head's largest score, at least 0.
+struct ranking {
+  float largest;
+  bool crowded;  // more is protected than the budget holds, so protection alone decides
+};
+
+SIMT_DEVICE float rank_of(const select_batch& a, const select_head& h, int entry, float largest) {
+  const head_storage& s = *h.storage;
+  if (a.rule == rank_rule::position) return 0;
+  if (a.rule == rank_rule::hash) return hash_of(a, h, position_of(s, entry));
+  const float score = score_of(s, entry);
+  if (a.rule == rank_rule::score || !(score == score)) return score;
+  return rank_by_ema(a, score, position_of(s, entry), largest);
+}
+
+// Higher stays; distinct for the entries among which the cut falls. Crowded: sinks in order, then
+// the newest.
 SIMT_DEVICE std::uint64_t key_of(const select_batch& a, const select_head& h, int entry,
-                                 bool crowded) {
+                                 const ranking& by) {
   const std::int32_t position = position_of(*h.storage, entry);
   const bool guarded = stays_by_rule(a, position);
-  if (crowded) {
+  if (by.crowded) {
     if (position < a.sinks) {
       return (std::uint64_t{2} << 32) + (0xffffffffu - ordered_position(position));
     }
     return guarded ? (std::uint64_t{1} << 32) + ordered_position(position) : 0;
   }
   if (guarded) return ~std::uint64_t{0};
-  const std::uint32_t bits = simt::float_bits(simt::add(rank_of(a, h, entry), 0.0F));  // -0: +0
+  const std::uint32_t bits =
+      simt::float_bits(simt::add(rank_of(a, h, entry, by.largest), 0.0F));  // -0: +0
   const std::uint32_t rising = (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
   return std::uint64_t{rising} << 32 | ordered_position(position);
 }
@@ -84,13 +116,13 @@ SIMT_DEVICE void find_bin(const int* counts, int leaving, int* state) {
 
 // The key of the `leaving`-th smallest, byte by byte from the top. For all threads of the block.
 SIMT_DEVICE std::uint64_t cut_key(const select_batch& a, const select_head& h, int n, int leaving,
-                                  bool crowded, int* counts, int* state) {
+                                  const ranking& by, int* counts, int* state) {
   std::uint64_t prefix = 0;
   for (int shift = 56; shift >= 0; shift -= 8) {
     counts[thread()] = 0;
     simt::sync_threads();
     for (int e = thread(); e < n; e += select_threads) {
-      const std::uint64_t key = key_of(a, h, e, crowded);
+      const std::uint64_t key = key_of(a, h, e, by);
       // Shifting by 64 is undefined: the first byte has no prefix.
       if (shift < 56 && key >> (shift + 8) != prefix) continue;
       simt::atomic_add(&counts[key >> shift & 255u], 1);
@@ -108,34 +140,59 @@ SIMT_DEVICE std::uint64_t cut_key(const select_batch& a, const select_head& h, i
 // grid (heads), block 256
 SIMT_KERNEL SIMT_BOUNDS(select_threads, 4) select_kernel(select_batch a) {
   SIMT_SHARED(int, counts, 256);
-  SIMT_SHARED(int, state, 4);
+  SIMT_SHARED(int, state, 5);  // two for the search; protected, nan, bits of the largest score
   const select_head& h = a.heads[simt::block_x()];
   head_storage& s = *h.storage;
   const int n = s.body + s.tail, leaving = n - h.budget;
-  if (thread() < 4) state[thread()] = 0;
+  if (thread() < 5) state[thread()] = 0;
   simt::sync_threads();
   for (int e = thread(); e < n; e += select_threads) {
     if (stays_by_rule(a, position_of(s, e))) simt::atomic_add(&state[2], 1);
-    const float rank = rank_of(a, h, e);
-    if (!(rank == rank)) simt::atomic_add(&state[3], 1);
+    if (a.rule == rank_rule::position || a.rule == rank_rule::hash) continue;
+    const float score = score_of(s, e);
+    if (!(score == score)) simt::atomic_add(&state[3], 1);
+    // Bits of positive floats order like the floats.
+    if (score > 0) simt::atomic_max(&state[4], static_cast<int>(simt::float_bits(score)));
   }
   simt::sync_threads();
-  const bool crowded = state[2] > h.budget, unsound = state[3] > 0;
+  const bool unsound = state[3] > 0;
+  const ranking by = {simt::bits_float(static_cast<std::uint32_t>(state[4])), state[2] > h.budget};
   std::uint64_t cut = 0;
   const bool selects = leaving > 0 && !unsound;
-  if (selects) cut = cut_key(a, h, n, leaving, crowded, counts, state);
+  if (selects) cut = cut_key(a, h, n, leaving, by, counts, state);
   for (int e = thread(); e < n; e += select_threads) {
-    h.keep[e] = !selects || key_of(a, h, e, crowded) > cut ? 1 : 0;
+    h.keep[e] = !selects || key_of(a, h, e, by) > cut ? 1 : 0;
   }
   if (unsound && leaving > 0 && thread() == 0) s.fault |= fault_score_is_nan;
 }
 
 inline void launch_select(const select_batch& a, simt::stream_type stream) {
   if (a.heads == nullptr || a.head_count < 1) refuse("select", "there are no heads");
-  if (a.rule == rank_rule::ema_log || a.rule == rank_rule::ema_max) {
-    refuse("select", "ema_log and ema_max rank on the host");
-  }
+  if (!(a.recency >= 0 && a.recency <= 1)) refuse("select", "recency is not in 0..1");
   simt::launch(select_kernel, {static_cast<unsigned>(a.head_count)}, select_threads, a, stream);
+}
+
+// Marks what a layer's own window keeps after the append at `step`: positions > step - window.
+struct window_batch {
+  const select_head* heads = nullptr;  // [head_count], in device memory; the budget plays no part
+  int head_count = 0;
+  std::int32_t step = 0;
+  int window = 1;
+};
+
+// grid (heads), block 256
+SIMT_KERNEL SIMT_BOUNDS(select_threads, 4) window_kernel(window_batch a) {
+  const select_head& h = a.heads[simt::block_x()];
+  const head_storage& s = *h.storage;
+  for (int e = thread(); e < s.body + s.tail; e += select_threads) {
+    h.keep[e] = position_of(s, e) > std::int64_t{a.step} - a.window ? 1 : 0;
+  }
+}
+
+inline void launch_window(const window_batch& a, simt::stream_type stream) {
+  if (a.heads == nullptr || a.head_count < 1) refuse("window", "there are no heads");
+  if (a.window < 1) refuse("window", "window is below 1");
+  simt::launch(window_kernel, {static_cast<unsigned>(a.head_count)}, select_threads, a, stream);
 }
 
 }  // namespace kvreplay::kernels::device

@@ -61,9 +61,9 @@ int differing_heads(const kv_cache& before, const select_item& rules,
     compacts.push_back({&copies[at(h)].storage, keep[at(h)].data(), work[at(h)].data()});
   }
   const simt::scheduled with({seed});
-  launch_select(select_batch{selects.data(), shape.kv_heads, rules.step, rules.sinks, rules.recent,
-                             rules.rule, rules.seed},
-                {});
+  select_batch batch{selects.data(), shape.kv_heads, rules.step,    rules.sinks,
+                     rules.recent,   rules.rule,     rules.recency, rules.seed};
+  launch_select(batch, {});
   launch_compact(
       compact_batch{compacts.data(), shape.kv_heads, shape.head_dim, shape.value_dim, most}, {});
   int differing = 0;
@@ -79,7 +79,8 @@ TEST_CASE("device select and compact: the host's choice under every rule, budget
   for (const int n : {1, 31, 32, 33, 150, 700}) {
     numbers random(static_cast<std::uint64_t>(n));
     const kv_cache cache = scored_cache(n, 20, random);
-    for (const rank_rule rule : {rank_rule::position, rank_rule::hash, rank_rule::score}) {
+    for (const rank_rule rule : {rank_rule::position, rank_rule::hash, rank_rule::score,
+                                 rank_rule::ema_log, rank_rule::ema_max}) {
       for (const int budget : {1, n / 2 + 1, n - 1, n + 5}) {
         if (budget < 1) continue;
         select_item rules;
@@ -89,6 +90,7 @@ TEST_CASE("device select and compact: the host's choice under every rule, budget
         rules.recent = 5;
         rules.rule = rule;
         rules.seed = 99;
+        rules.recency = 0.3F;
         CAPTURE(n);
         CAPTURE(budget);
         CHECK(differing_heads(cache, rules, {budget, budget + 1}, static_cast<std::uint64_t>(n)) ==
@@ -113,6 +115,23 @@ TEST_CASE("device select: where protection alone exceeds the budget, sinks stay,
   }
 }
 
+TEST_CASE("device window: marks what the layer's window keeps, in both tiers") {
+  numbers random(8);
+  const kv_cache cache = scored_cache(50, 10, random);
+  head_copy copy(cache.head(0, 0), cache.shape(), 0);
+  for (const int window : {1, 10, 11, 49, 50, 500}) {
+    std::vector<std::uint8_t> keep(50, 7);
+    const select_head head = {&copy.storage, keep.data(), 1, 0, 0};
+    launch_window(device::window_batch{&head, 1, 49, window}, {});
+    int wrong = 0;
+    for (int e = 0; e < 50; ++e) {
+      wrong += keep[at(e)] == (cache.head(0, 0).position(e) > 49 - window ? 1 : 0) ? 0 : 1;
+    }
+    CAPTURE(window);
+    CHECK(wrong == 0);
+  }
+}
+
 TEST_CASE("device select: a score that is nan is a fault and nothing leaves") {
   numbers random(7);
   kv_cache cache = scored_cache(40, 10, random);
@@ -120,7 +139,7 @@ TEST_CASE("device select: a score that is nan is a fault and nothing leaves") {
   head_copy copy(cache.head(0, 0), cache.shape(), 0);
   std::vector<std::uint8_t> keep(40, 0);
   const select_head head = {&copy.storage, keep.data(), 10, 0, 0};
-  launch_select(select_batch{&head, 1, 39, 0, 0, rank_rule::score, 0}, {});
+  launch_select(select_batch{&head, 1, 39, 0, 0, rank_rule::score, 0, 0}, {});
   CHECK(copy.storage.fault == device::fault_score_is_nan);
   CHECK(keep == std::vector<std::uint8_t>(40, 1));
 }
@@ -128,8 +147,9 @@ TEST_CASE("device select: a score that is nan is a fault and nothing leaves") {
 TEST_CASE("device select and compact: batches that cannot be are refused") {
   CHECK_THROWS_AS(launch_select(select_batch{}, {}), simt::failure);
   const select_head head;
-  CHECK_THROWS_WITH_AS(launch_select(select_batch{&head, 1, 0, 0, 0, rank_rule::ema_log, 0}, {}),
-                       "select on the device: ema_log and ema_max rank on the host", simt::failure);
+  CHECK_THROWS_WITH_AS(launch_select(select_batch{&head, 1, 0, 0, 0, rank_rule::ema_log, 2, 0}, {}),
+                       "select on the device: recency is not in 0..1", simt::failure);
+  CHECK_THROWS_AS(launch_window(device::window_batch{&head, 1, 5, 0}, {}), simt::failure);
   CHECK_THROWS_AS(launch_compact(compact_batch{}, {}), simt::failure);
 }
 

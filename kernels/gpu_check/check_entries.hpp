@@ -147,13 +147,29 @@ inline void check_select(int n, int budget, int sinks, int recent, report& out) 
   const device_buffer<device::compact_head> compacts(
       std::vector<device::compact_head>{{head.on_device(), keep.get(), work.get()}});
   const std::int32_t step = 2 * n;
-  launch_select(device::select_batch{selects.get(), 1, step, sinks, recent, rank_rule::score, 0},
+  launch_select(device::select_batch{selects.get(), 1, step, sinks, recent, rank_rule::score, 0, 0},
                 {});
   launch_compact(device::compact_batch{compacts.get(), 1, 64, 64, n}, {});
   const auto kept = entries_to_keep(head, budget, sinks, std::int64_t{step} - recent);
   out.see("select and compact " + std::to_string(n) + " entries to " + std::to_string(budget) +
               ", protected " + std::to_string(sinks) + " + " + std::to_string(recent),
           differing_entries(head, kept) == 0);
+}
+
+inline void check_window(int n, int window, report& out) {
+  numbers random(static_cast<std::uint64_t>(n + window));
+  const twin_head head({n - n / 3, n / 3, 64, 64}, random, 0);
+  const device_buffer<std::uint8_t> keep(at(n));
+  const device_buffer<device::select_head> items(
+      std::vector<device::select_head>{{head.on_device(), keep.get(), 1, 0, 0}});
+  const std::int32_t step = 2 * n;
+  launch_window(device::window_batch{items.get(), 1, step, window}, {});
+  const auto marks = keep.read();
+  int wrong = 0;
+  for (int e = 0; e < n; ++e) {
+    wrong += (marks[at(e)] == 1) == (head.positions[at(e)] > step - window) ? 0 : 1;
+  }
+  out.see("window " + std::to_string(window) + " of " + std::to_string(n), wrong == 0);
 }
 
 inline void check_confidence(int vocab, int blocks, report& out) {
@@ -232,6 +248,10 @@ inline void check_entries(int longest, report& out) {
       check_select(n, budget, 4, 20, out);
       check_select(n, budget, 0, 0, out);
     }
+  }
+  for (const int n : {1, 33, 1000}) {
+    check_window(n, 1, out);
+    check_window(n, n, out);
   }
   for (const int vocab : {2, 1000, 50257, 151936}) {
     if (vocab > longest * 60) continue;

@@ -121,6 +121,8 @@ SIMT_DEVICE int lesser_of(int a, int b) { return min(a, b); }
 SIMT_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 SIMT_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 SIMT_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
+SIMT_DEVICE double multiply(double a, double b) { return __dmul_rn(a, b); }
+SIMT_DEVICE double add(double a, double b) { return __dadd_rn(a, b); }
 SIMT_DEVICE int round_to_int(float x) { return __float2int_rn(x); }  // ties to even
 SIMT_DEVICE std::uint32_t float_bits(float x) { return __float_as_uint(x); }
 SIMT_DEVICE float bits_float(std::uint32_t x) { return __uint_as_float(x); }
@@ -296,6 +298,8 @@ inline float abs_value(float x) { return std::fabs(x); }
 inline float greater_of(float a, float b) { return std::fmax(a, b); }  // as the device: drops NaN
 inline int lesser_of(int a, int b) { return a < b ? a : b; }
 inline float multiply(float a, float b) { return a * b; }
+inline double multiply(double a, double b) { return a * b; }
+inline double add(double a, double b) { return a + b; }
 inline float divide(float a, float b) { return a / b; }
 inline float add(float a, float b) { return a + b; }
 inline int round_to_int(float x) {  // saturating and 0 for NaN, as the device's conversion
