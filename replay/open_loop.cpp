@@ -89,7 +89,8 @@ void open_loop_pass::start_lanes(std::vector<lane_output>& out) {
     row.params = policy.params;
     row.precision = policy.precision_name;
     row.mode = "open";
-    row.seed = static_cast<std::int64_t>(policy.score.seed);
+    row.seed = static_cast<std::int64_t>(policy.budget.gated ? policy.budget.gate.seed
+                                                             : policy.score.seed);
     row.tokens.prompt = info_.n_prompt;
     row.tokens.decoded = info_.n_decode();
     row.tokens.scored = info_.n_decode() - options_.skip;
