@@ -15,7 +15,7 @@ namespace {
 
 using namespace testing;
 
-std::vector<isa> paths() {
+std::vector<isa> find_paths() {
   std::vector<isa> found;
   for (const isa set : {isa::plain, isa::avx2, isa::avx512}) {
     if (isa_supported(set)) {
@@ -24,6 +24,11 @@ std::vector<isa> paths() {
       MESSAGE("skipped: this machine has no " << isa_name(set));
     }
   }
+  return found;
+}
+
+const std::vector<isa>& paths() {
+  static const std::vector<isa> found = find_paths();
   return found;
 }
 
