@@ -288,6 +288,9 @@ SIMT_DEVICE void absorb_body_tiles(const attend_batch& a, const head_storage& h,
     }
   }
   const float scale = q.body_scale[at.r];
+  // In registers: for all the compiler knows, the stores of scores could change them in memory.
+  const std::int8_t *const keys = h.body_k, *const values = h.body_v;
+  const std::uint16_t *const key_scales = h.body_k_scale, *const value_scales = h.body_v_scale;
   for (int t0 = part.begin + at.warp * tile_entries; t0 < part.end; t0 += step_entries) {
     simt::words4 k[2][pieces];
     std::uint32_t v[4][dim / 32], k_scale[2], v_scale[2], packed[4];
@@ -296,15 +299,15 @@ SIMT_DEVICE void absorb_body_tiles(const attend_batch& a, const head_storage& h,
       const int t = simt::lesser_of(t0 + half * 8 + at.r, part.end - 1);
       SIMT_UNROLL
       for (int i = 0; i < pieces; ++i) {
-        k[half][i] = simt::load16(h.body_k + std::int64_t{t} * dim + at.c4 * 16 + i * 64);
+        k[half][i] = simt::load16(keys + std::int64_t{t} * dim + at.c4 * 16 + i * 64);
       }
-      k_scale[half] = scalar_pair(h.body_k_scale, t0 + half * 8 + at.c4 * 2);
-      v_scale[half] = scalar_pair(h.body_v_scale, t0 + half * 8 + at.c4 * 2);
+      k_scale[half] = scalar_pair(key_scales, t0 + half * 8 + at.c4 * 2);
+      v_scale[half] = scalar_pair(value_scales, t0 + half * 8 + at.c4 * 2);
     }
     SIMT_UNROLL
     for (int i = 0; i < 4; ++i) {
       const int t = simt::lesser_of(t0 + tile_entry(at.c4, i), part.end - 1);
-      load_words(h.body_v + std::int64_t{t} * dim + at.r * channels, v[i]);
+      load_words(values + std::int64_t{t} * dim + at.r * channels, v[i]);
     }
     float score[4];
     body_scores<dim>(query, k, scale, k_scale, score);
