@@ -31,7 +31,8 @@ struct attend_item {
 };
 
 // A head with no entries gives o = 0 and lse = -inf (with a learned sink: lse = sink), never NaN.
-// Results do not depend on anything but the entries: not on other items, threads or freed slots.
+// Results do not depend on anything but the entries and the active instruction set (isa.hpp): not
+// on other items, threads or freed slots.
 void attend(std::span<const attend_item> items);
 
 // The scores of a query head against the INT8 entries of its KV head as exact integers:
