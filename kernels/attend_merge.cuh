@@ -58,7 +58,9 @@ SIMT_DEVICE float reduce_mass(const attend_batch& a, const attend_head& h, int h
   for (int row = 0; row < a.group; ++row) {
     const float p =
         simt::exp2_fast(score_row(a, head, row)[entry] - states[row * 2]) * states[row * 2 + 1];
-    if (a.reduce == mass_layout::per_query_head) h.mass[row * a.mass_stride + entry] = p;
+    if (a.reduce == mass_layout::per_query_head && h.mass != nullptr) {
+      h.mass[row * a.mass_stride + entry] = p;
+    }
     sum += p;
     most = p > most ? p : most;
   }

@@ -3,12 +3,13 @@
 
 Usage: sass_count.py FILE... [--limit N]
 
-FILE is anything nvcc wrote that holds cubins: an object file, an executable, a cubin. Per tensor-core
-attend kernel and architecture the loop over tiles of the INT8 body is the innermost loop that
-holds integer matrix instructions; it is found from the backward branches, so neither cuobjdump nor
-nvdisasm is needed. A warp's tile is 16 entries: 16 * 2 * head_dim bytes of keys and values over 32
-lanes. Every instruction of the loop counts, the branch that is taken only when a maximum moves too.
-Exits with 1 where a loop needs more than the limit (default 5), or where none is found.
+FILE is anything nvcc wrote that holds cubins: an object file, an executable, a cubin. Per
+tensor-core attend kernel and architecture, the loop over tiles of the INT8 body is the innermost
+loop with integer matrix instructions; it is found from the backward branches, so that neither
+cuobjdump nor nvdisasm is needed. A warp's tile is 16 entries: 16 * 2 * head_dim bytes of keys and
+values over 32 lanes. Every instruction of the loop counts, also those of the branch that is taken
+only when a maximum moves. Exits with 1 where a loop needs more than the limit (default 5), or where
+none is found.
 """
 import argparse
 import collections
