@@ -12,7 +12,6 @@
 #include <tuple>
 #include <vector>
 
-#include "kernels/half.hpp"
 #include "policies/policy.hpp"
 #include "replay/test_support.hpp"
 #include "reports/result.hpp"
@@ -331,58 +330,6 @@ TEST_CASE("what a trace lacks is refused by name, by those who need it") {
   // o and lse are recomputed where they are missing.
   CHECK(*lanes[0].row.quality.output_rel_l2 < 1e-3);
   CHECK(*lanes[0].row.quality.attention_recall == doctest::Approx(1).epsilon(1e-5));
-}
-
-// One query head and one KV head of dimension 2 per layer; attention that "all queries" and "the
-// last query" rank differently. Keys are one-hot directions scaled so that the wanted weights come
-// out; position 5 would win under H2O if the causal mask were ignored.
-TEST_CASE("h2o counts all queries of the prompt, tova the last one") {
-  temporary_folder folder;
-  const auto path = folder / "six.h5";
-  traces::model_info model;
-  model.name = "six";
-  model.architecture = "test";
-  model.n_layers = model.n_q_heads = model.n_kv_heads = 1;
-  model.head_dim = model.value_dim = 8;
-  model.hidden_size = 8;
-  model.vocab_size = model.logit_size = 4;
-  model.layers = {0};
-  model.window = {0};
-  traces::writer out(path, model, "test");
-  traces::sequence_plan plan;
-  plan.n_prompt = 6;
-  plan.n_tokens = 7;
-  plan.o = plan.lse = false;
-  out.begin_sequence(plan);
-  out.put_tokens(0, std::vector<std::int32_t>(7, 1));
-  std::vector<traces::half_bits> q(7 * 8), k(7 * 8), v(7 * 8);
-  const auto half = [](float x) { return kernels::float_to_half(x); };
-  for (size_t t = 0; t < 7; ++t) {
-    k[t * 8 + t] = half(1);
-    v[t * 8 + t] = half(1);
-  }
-  // Rows 1..4 look at position 1, the last prompt row at position 3; rows 0..4 would give all their
-  // weight to position 5 if they could see it.
-  for (size_t t = 0; t < 5; ++t) {
-    q[t * 8 + 1] = half(6);
-    q[t * 8 + 5] = half(12);
-  }
-  q[5 * 8 + 3] = half(6);
-  q[6 * 8 + 0] = half(6);
-  out.put_q(0, 0, q);
-  out.put_k(0, 0, k);
-  out.put_v(0, 0, v);
-  out.commit(7);
-  out.end_sequence();
-  out.finish();
-  const traces::reader trace(path);
-  open_loop_options options;
-  options.kept = true;
-  const auto lanes = replay_open(
-      trace, 0, parse_all({"h2o:budget=1,heavy=1", "tova:budget=1", "window:budget=1"}), options);
-  CHECK(kept_sets(trace, lanes[0]).at({5, 0, 0}) == std::vector<std::int32_t>{1});
-  CHECK(kept_sets(trace, lanes[1]).at({5, 0, 0}) == std::vector<std::int32_t>{3});
-  CHECK(kept_sets(trace, lanes[2]).at({5, 0, 0}) == std::vector<std::int32_t>{5});
 }
 
 }  // namespace

@@ -107,6 +107,27 @@ TEST_CASE("seven query heads vote on one kept set") {
   CHECK(kept_sets(reader, lanes[2]).at({4, 0, 0}) == positions{1});
 }
 
+// Rows 1 .. 4 look at position 1, the last prompt row at position 3: all queries and the last one
+// choose differently. Rows 0 .. 4 would give all their weight to position 5 if they could see it:
+// what lies above the diagonal has no effect.
+TEST_CASE("h2o counts all queries of the prompt, tova the last one") {
+  temporary_folder folder;
+  one_hot_trace trace(1, 6, 7);
+  for (int t = 0; t < 5; ++t) {
+    trace.look(t, 0, 1, 6);
+    trace.look(t, 0, 5, 12);
+  }
+  trace.look(5, 0, 3, 6);
+  trace.look(6, 0, 0, 6);
+  trace.write(folder / "t.h5");
+  const traces::reader reader(folder / "t.h5");
+  const auto lanes =
+      replay_specs(reader, {"h2o:budget=1,heavy=1", "tova:budget=1", "window:budget=1"});
+  CHECK(kept_sets(reader, lanes[0]).at({5, 0, 0}) == positions{1});
+  CHECK(kept_sets(reader, lanes[1]).at({5, 0, 0}) == positions{3});
+  CHECK(kept_sets(reader, lanes[2]).at({5, 0, 0}) == positions{5});
+}
+
 TEST_CASE("a window keeps the newest B after a step and attends to B + 1") {
   temporary_folder folder;
   traces::synth(folder / "t.h5", options_for(trace_kind::grouped, 4));
