@@ -6,6 +6,7 @@
 #include <set>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "kernels/half.hpp"
@@ -54,6 +55,9 @@ class one_hot_trace {
     q_[static_cast<size_t>((t * heads_ + head) * tokens_ + at)] = kernels::float_to_half(score);
   }
 
+  // A named range of positions, half-open.
+  void span(const std::string& name, int begin, int end) { spans_[name].push_back({begin, end}); }
+
   void write(const std::string& path) const {
     traces::model_info model;
     model.name = model.architecture = "test";
@@ -69,6 +73,7 @@ class one_hot_trace {
     plan.n_prompt = prompt_;
     plan.n_tokens = tokens_;
     plan.o = plan.lse = false;
+    plan.spans = spans_;
     out.begin_sequence(plan);
     out.put_tokens(0, std::vector<std::int32_t>(static_cast<size_t>(tokens_), 1));
     std::vector<traces::half_bits> unit(static_cast<size_t>(tokens_ * tokens_));
@@ -86,6 +91,7 @@ class one_hot_trace {
  private:
   int heads_, prompt_, tokens_;
   std::vector<traces::half_bits> q_;
+  std::map<std::string, std::vector<std::pair<int, int>>> spans_;
 };
 
 // Seven query heads on one KV head. In the last prompt row one head gives nearly all of its mass to
@@ -218,6 +224,31 @@ TEST_CASE("recall and its bound, by hand") {
         doctest::Approx((first + std::sqrt(error / reference)) / 2).epsilon(2e-3));
   CHECK(*lanes[0].row.events.evicted == 2);
   CHECK(*lanes[0].row.events.kept_turnover == 1);
+}
+
+// The same attention, position 0 named as the needle. streaming:budget=2,sinks=1 attends over
+// {0, 2, 3} in step 3 (A: .25, .25, .25) and over {0, 3, 4} in step 4 (.6, .1, .1).
+TEST_CASE("evidence: how much of a span's mass is held, and how sharply it is seen") {
+  temporary_folder folder;
+  one_hot_trace made(1, 3, 5);
+  made.look(4, 0, 0, std::log(6.0F));
+  made.span("needle", 0, 1);
+  made.span("answer", 3, 5);
+  made.write(folder / "t.h5");
+  const traces::reader trace(folder / "t.h5");
+  const auto lanes = replay_specs(trace, {"streaming:budget=2,sinks=1", "window:budget=2"});
+  const auto& kept = lanes[0].row.quality;
+  CHECK(*kept.evidence_mass == doctest::Approx((0.25 + 0.6) / 2).epsilon(1e-3));
+  CHECK(*kept.evidence_kept == doctest::Approx(1).epsilon(1e-6));
+  CHECK(*kept.evidence_gain == doctest::Approx(1 / ((0.75 + 0.8) / 2)).epsilon(1e-3));
+  REQUIRE(kept.more.size() == 2);
+  CHECK(kept.more[1].name == "kept_share.needle");
+  CHECK(*kept.more[1].value == 1);
+  CHECK(kept.more[0].name == "kept_share.answer");
+  CHECK(*kept.more[0].value == 1);  // {3} of {3}, then {3, 4} of {3, 4}
+  CHECK(*lanes[1].row.quality.evidence_kept == 0);
+  CHECK(*lanes[1].row.quality.more[1].value == 0);
+  CHECK(lanes[0].row.note.find("needle") != std::string::npos);
 }
 
 }  // namespace
