@@ -110,7 +110,7 @@ void open_loop_pass::start_lanes(std::vector<lane_output>& out) {
 
 std::unique_ptr<running_lane> open_loop_pass::start_lane(const policies::policy& policy) {
   const auto& gate = policy.budget.gate;
-  auto c = recorded_confidence(trace_, info_.id, gate);
+  auto c = confidence_for(gate);
   std::vector<std::uint8_t> tight;
   double tau = 0;
   if (policy.budget.gated) {
@@ -126,6 +126,13 @@ std::unique_ptr<running_lane> open_loop_pass::start_lane(const policies::policy&
       std::vector<std::vector<std::int32_t>>(options_.kept ? heads : 0),
       std::vector<std::string>(layers_.size()), std::vector<double>(layers_.size()), std::move(c),
       tau});
+}
+
+const std::vector<double>& open_loop_pass::confidence_for(const policies::gate_rule& gate) {
+  const std::array key{gate.w_entropy, gate.w_margin, gate.w_top, gate.temperature};
+  const auto known = confidence_.find(key);
+  if (known != confidence_.end()) return known->second;
+  return confidence_.emplace(key, recorded_confidence(trace_, info_.id, gate)).first->second;
 }
 
 // Whole rows of a block are held for all query heads: at most about 64 MiB of them.

@@ -111,8 +111,8 @@ void run(benchmark::State& state, std::int64_t positions, std::int64_t policy_co
   for (auto _ : state) benchmark::DoNotOptimize(replay_open(trace, 0, policies, options));
   const auto steps = static_cast<double>((positions - prompt) * policy_count);
   const auto rounds = static_cast<double>(state.iterations());
-  state.counters["us_per_step"] = benchmark::Counter(
-      steps * rounds / 1e6, benchmark::Counter::kIsRate | benchmark::Counter::kInvert);
+  state.counters["time_per_step"] =
+      benchmark::Counter(steps * rounds, benchmark::Counter::kIsRate | benchmark::Counter::kInvert);
   state.counters["steps_per_s"] = benchmark::Counter(steps * rounds, benchmark::Counter::kIsRate);
 }
 

@@ -2,6 +2,8 @@
 // open_loop_rows.cpp, which turns what was measured into rows.
 #pragma once
 
+#include <array>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -46,6 +48,7 @@ class open_loop_pass {
  private:
   void start_lanes(std::vector<lane_output>& out);
   std::unique_ptr<running_lane> start_lane(const policies::policy& policy);
+  const std::vector<double>& confidence_for(const policies::gate_rule& gate);
   void find_spans();
   void run_layer(int slot);
   void run_lane_block(running_lane& lane, int slot, const layer_data& data,
@@ -77,6 +80,8 @@ class open_loop_pass {
   std::vector<std::vector<float>> residual_norm_;     // [layers][decode steps]
   std::vector<std::vector<double>> reference_l1_;     // [layers][decode steps]
   std::vector<std::string> layer_failed_;
+  // By weights and temperature: policies share one pass over the logits.
+  std::map<std::array<double, 4>, std::vector<double>> confidence_;
   std::mutex progress_mutex_;
   std::int64_t progress_done_ = 0;
 };
