@@ -332,5 +332,58 @@ TEST_CASE("what a trace lacks is refused by name, by those who need it") {
   CHECK(*lanes[0].row.quality.attention_recall == doctest::Approx(1).epsilon(1e-5));
 }
 
+// Queries from position 39, the prompt's last, on: as a recording of decode rows has them.
+void write_decode_rows(const traces::reader& trace, const std::string& path) {
+  const auto& info = trace.sequence(0);
+  const std::int64_t first = info.n_prompt - 1;
+  traces::writer out(path, trace.model(), "test");
+  traces::sequence_plan plan;
+  plan.n_prompt = info.n_prompt;
+  plan.n_tokens = info.n_tokens;
+  plan.first_row = first;
+  plan.logit_pos = info.logit_pos;
+  plan.confidence = true;
+  plan.o = plan.lse = false;
+  out.begin_sequence(plan);
+  out.put_tokens(0, trace.tokens(0));
+  out.put_confidence(0, trace.confidence(0));
+  for (const int layer : trace.model().layers) {
+    const auto rows = trace.read_layer(0, layer, first, info.n_tokens);
+    const auto whole = trace.read_layer(0, layer, 0, info.n_tokens);
+    out.put_q(layer, first, rows.q);
+    out.put_k(layer, 0, whole.k);
+    out.put_v(layer, 0, whole.v);
+  }
+  out.commit(info.n_tokens);
+  out.end_sequence();
+  out.finish();
+}
+
+TEST_CASE("a trace without the prompt's queries serves those who do not read them") {
+  temporary_folder folder;
+  traces::synth(folder / "t.h5", options_for(trace_kind::grouped, 21));
+  const traces::reader trace(folder / "t.h5");
+  write_decode_rows(trace, folder / "decode.h5");
+  const traces::reader decode(folder / "decode.h5");
+  const auto policies =
+      parse_all({"full", "window:budget=12", "streaming:budget=12", "random:budget=12",
+                 "tova:budget=12", "confkv:high=8,low=20,recent=4,obs=1", "h2o:budget=12",
+                 "confkv:high=8,low=20,recent=4", "confkv:high=8,low=20,recent=4,obs=2"});
+  open_loop_options options;
+  options.kept = true;
+  const auto whole = replay_open(trace, 0, policies, options);
+  const auto cut = replay_open(decode, 0, policies, options);
+  for (size_t i = 0; i < policies.size(); ++i) {
+    CAPTURE(policies[i].spec);
+    if (i < 6) {
+      REQUIRE_MESSAGE(cut[i].row.status == "ok", cut[i].row.note);
+      CHECK(kept_sets(decode, cut[i]) == kept_sets(trace, whole[i]));
+    } else {
+      CHECK(cut[i].row.status == "failed");
+      CHECK(cut[i].row.note.find("--rows all") != std::string::npos);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace kvreplay::replay

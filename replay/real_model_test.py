@@ -149,6 +149,19 @@ class RealModel(unittest.TestCase):
         self.assertAlmostEqual(rows[literal]["memory"]["mean_entries"] / 129, 1, delta=0.02)
         self.assertGreater(rows[literal + ",shrink=2"]["memory"]["mean_entries"], 1.3 * 129)
 
+    def test_decode_rows_give_the_same_kept_sets(self) -> None:
+        """--rows decode leaves the prompt's queries out; column sums stand in for them."""
+        kept = {}
+        for rows in ("all", "decode"):
+            trace = self.path / f"rows_{rows}.h5"
+            kvreplay("record", "--model", MODEL, "--tokens", self.path / "512.tokens", "--prompt-length", "256", "-o", trace,
+                     "--layers", "0,10", "--rows", rows)
+            out = self.path / "kept.csv"
+            kvreplay("replay", trace, "-p", "h2o:budget=64", "-p", "tova:budget=64", "-p",
+                     "confkv:high=32,low=32,recent=8", "--kept", out)
+            kept[rows] = out.read_text().replace(str(trace), "")
+        self.assertEqual(kept["all"], kept["decode"])
+
     def test_generation_equals_teacher_forcing(self) -> None:
         (self.path / "prompt.tokens").write_text(" ".join(map(str, self.tokens[:64])))
         out = kvreplay("record", "--model", MODEL, "--tokens", self.path / "prompt.tokens", "--generate", "24", "-o",
