@@ -195,9 +195,20 @@ std::string four_digits(double value) {
 std::string short_policy(const result& r,
                          std::span<const std::pair<std::string, std::string>> defaults) {
   std::string out = r.name;
+  std::string part;  // the modifier whose parameters are being listed; empty: the policy itself
+  bool first = true;
   for (const auto& param : r.params) {
     if (std::find(defaults.begin(), defaults.end(), param) != defaults.end()) continue;
-    out += (out.size() == r.name.size() ? ":" : ",") + param.first + "=" + param.second;
+    const auto dot = param.first.find('.');
+    const std::string owner = dot == std::string::npos ? "" : param.first.substr(0, dot);
+    if (owner != part) {
+      out += fmt::format("+{}", owner);
+      part = owner;
+      first = true;
+    }
+    const auto key = owner.empty() ? param.first : param.first.substr(dot + 1);
+    out += fmt::format("{}{}={}", first ? ':' : ',', key, param.second);
+    first = false;
   }
   return out;
 }

@@ -26,8 +26,8 @@ struct table_options {
 // blank.
 std::string to_table(std::span<const result> runs, const table_options& options = {});
 
-// "name:key=value,..." of those parameters that are not as in `defaults` (a name that is not there
-// counts as changed); a short label for to_table.
+// "name:key=value,...+modifier:key=value" of those parameters that are not as in `defaults` (a name
+// that is not there counts as changed); a short label for to_table.
 std::string short_policy(const result& r,
                          std::span<const std::pair<std::string, std::string>> defaults);
 

@@ -151,4 +151,10 @@ TEST_CASE("a short name leaves out what is as by default") {
                                                                      {"high", "128"}};
   CHECK(short_policy(r, defaults) == "confkv:high=256,low=64");
   CHECK(short_policy(r, r.params) == "confkv");
+  r.params.push_back({"every.n", "1"});
+  r.params.push_back({"int8.window", "64"});
+  r.params.push_back({"int8.scales", "token"});
+  const std::vector<std::pair<std::string, std::string>> every_step{{"every.n", "1"}};
+  CHECK(short_policy(r, every_step).find("+int8:window=64,scales=token") != std::string::npos);
+  CHECK(short_policy(r, every_step).find("every") == std::string::npos);
 }
