@@ -166,7 +166,7 @@ void replay_run::run_trace(const std::string& path) {
 
 void replay_run::run_sequence(const traces::reader& trace, int sequence) {
   const auto& info = trace.sequence(sequence);
-  if (command_.skip >= info.n_decode() && info.n_decode() > 0) {
+  if (command_.skip > 0 && command_.skip >= info.n_decode()) {
     throw usage_error(fmt::format("--skip {}: sequence {} of {} has {} decode steps", command_.skip,
                                   sequence, trace.path(), info.n_decode()));
   }

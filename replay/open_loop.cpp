@@ -149,7 +149,9 @@ void open_loop_pass::run_layer(int slot) {
     residual_norm_[static_cast<size_t>(slot)].assign(data.residual_norm.begin() + info_.n_prompt,
                                                      data.residual_norm.end());
   }
-  const auto wo = parts_.projected ? trace_.wo(layer) : std::vector<float>{};
+  const projection_shape projection{model_.n_q_heads, model_.value_dim, model_.hidden_size};
+  const auto weights =
+      parts_.projected ? output_weights(projection, trace_.wo(layer)) : std::vector<float>{};
   reference_l1_[static_cast<size_t>(slot)].resize(static_cast<size_t>(info_.n_decode()));
   prompt_observations prompt(own, data);
   full_reference reference(
@@ -179,7 +181,7 @@ void open_loop_pass::run_layer(int slot) {
     if (options_.quality) reference.load(first, steps);
     if (parts_.projected) {
       const auto rows =
-          project({model_.n_q_heads, model_.value_dim, model_.hidden_size}, wo,
+          project(projection, weights,
                   {reference.o(first), static_cast<size_t>(steps * data.o_width)}, steps);
       for (std::int64_t i = 0; i < steps; ++i) {
         reference_l1_[static_cast<size_t>(slot)][static_cast<size_t>(first - info_.n_prompt + i)] =
@@ -187,14 +189,14 @@ void open_loop_pass::run_layer(int slot) {
       }
     }
     each_lane([&](running_lane& lane) {
-      run_lane_block(lane, slot, data, reference, wo, first, steps, own);
+      run_lane_block(lane, slot, data, reference, weights, first, steps, own);
     });
     report_progress(steps);
   }
 }
 
 void open_loop_pass::run_lane_block(running_lane& lane, int slot, const layer_data& data,
-                                    const full_reference& reference, std::span<const float> wo,
+                                    const full_reference& reference, std::span<const float> weights,
                                     std::int64_t first, std::int64_t steps,
                                     const kernels::cache_shape& own) {
   using clock = std::chrono::steady_clock;
@@ -223,19 +225,19 @@ void open_loop_pass::run_lane_block(running_lane& lane, int slot, const layer_da
     at.degenerate = e.degenerate;
     at.attend_us = e.attend_us;
   }
-  if (parts_.projected) project_block(lane, slot, reference, wo, o, first, steps);
+  if (parts_.projected) project_block(lane, slot, reference, weights, o, first, steps);
   lane.seconds[static_cast<size_t>(slot)] +=
       std::chrono::duration<double>(clock::now() - start).count();
 }
 
 void open_loop_pass::project_block(running_lane& lane, int slot, const full_reference& reference,
-                                   std::span<const float> wo, std::span<const float> o,
+                                   std::span<const float> weights, std::span<const float> o,
                                    std::int64_t first, std::int64_t steps) {
   std::vector<float> error(o.size());
   const float* expected = reference.o(first);
   for (size_t i = 0; i < o.size(); ++i) error[i] = o[i] - expected[i];
   const auto rows =
-      project({model_.n_q_heads, model_.value_dim, model_.hidden_size}, wo, error, steps);
+      project({model_.n_q_heads, model_.value_dim, model_.hidden_size}, weights, error, steps);
   for (std::int64_t i = 0; i < steps; ++i) {
     const std::int64_t t = first - info_.n_prompt + i;
     auto& at = lane.measures.at(slot, t);

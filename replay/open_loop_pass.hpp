@@ -52,10 +52,10 @@ class open_loop_pass {
   void find_spans();
   void run_layer(int slot);
   void run_lane_block(running_lane& lane, int slot, const layer_data& data,
-                      const full_reference& reference, std::span<const float> wo,
+                      const full_reference& reference, std::span<const float> weights,
                       std::int64_t first, std::int64_t steps, const kernels::cache_shape& own);
   void project_block(running_lane& lane, int slot, const full_reference& reference,
-                     std::span<const float> wo, std::span<const float> o, std::int64_t first,
+                     std::span<const float> weights, std::span<const float> o, std::int64_t first,
                      std::int64_t steps);
   void note_dropped(running_lane& lane, int slot, std::int64_t step);
   void report_progress(std::int64_t steps);

@@ -18,9 +18,13 @@ struct projected_row {
   double head_l1_sum = 0;  // sum over heads of ||x_h W_O^h||_1
 };
 
-// x [rows, q_heads, value_dim], wo [q_heads, value_dim, hidden_size] -> one result per row. A row's
-// result depends on `rows` only through the BLAS' choice of code, so callers keep blocks fixed.
-std::vector<projected_row> project(const projection_shape& shape, std::span<const float> wo,
+// The output projection of a trace, wo [q_heads, value_dim, hidden_size], as `project` reads it:
+// [hidden_size, q_heads * value_dim].
+std::vector<float> output_weights(const projection_shape& shape, std::span<const float> wo);
+
+// x [rows, q_heads, value_dim], weights as output_weights gives them -> one result per row. A row's
+// bits depend on that row alone (tracer/linear.hpp), so blocks may be cut anywhere.
+std::vector<projected_row> project(const projection_shape& shape, std::span<const float> weights,
                                    std::span<const float> x, std::int64_t rows);
 
 }  // namespace kvreplay::replay
