@@ -13,6 +13,7 @@ using half_bits = std::uint16_t;  // as in half.hpp
 
 // scores[g * stride + i] = (row g of q) . (row i of rows), times scale[i] where `scale` is given.
 //   q [group, dim]; rows [n, dim]; scale [n] or null; dim 1 .. 256
+// With `index` [n], row i starts at rows + index[i] * row_stride instead.
 template <class T>
 struct score_job {
   const float* q;
@@ -22,6 +23,12 @@ struct score_job {
   std::int64_t n;
   float* scores;
   std::int64_t stride;
+  const std::int32_t* index = nullptr;
+  std::int64_t row_stride = 0;
+
+  const T* row(std::int64_t i) const {
+    return index == nullptr ? rows + i * dim : rows + index[i] * row_stride;
+  }
 };
 
 // o[g, c] += sum over i of weights[g * stride + i] * rows[i, c].

@@ -56,7 +56,7 @@ void score_block(const score_job<T>& job, int first_head, std::int64_t begin, in
   constexpr int tokens = L::tokens_of[heads - 1];
   const T* rows[L::width];
   for (int r = 0; r < L::width; ++r) {  // rows past the end repeat the last one and are not stored
-    rows[r] = job.rows + (begin + (r < count ? r : count - 1)) * job.dim;
+    rows[r] = job.row(begin + (r < count ? r : count - 1));
   }
   typename L::reg partial[heads][L::width];
   const float* q = job.q + std::int64_t{first_head} * job.dim;

@@ -24,13 +24,28 @@ const float* as_floats(const T* values, std::int64_t count, float* buffer) {
 }
 const float* as_floats(const float* values, std::int64_t, float*) { return values; }
 
+// `count` rows of a job from `begin` on as floats, one after another.
+template <class T>
+const float* rows_as_floats(const score_job<T>& job, std::int64_t begin, std::int64_t count,
+                            float* buffer) {
+  if (job.index == nullptr) {
+    return as_floats(job.rows + begin * job.dim, count * job.dim, buffer);
+  }
+  for (std::int64_t i = 0; i < count; ++i) {
+    float* to = buffer + i * job.dim;
+    const float* from = as_floats(job.row(begin + i), job.dim, to);
+    if (from != to) std::copy_n(from, job.dim, to);
+  }
+  return buffer;
+}
+
 template <class T>
 void score_rows(const score_job<T>& job) {
   alignas(64) float buffer[block_rows * most_channels];
   const int dim = job.dim;
   for (std::int64_t begin = 0; begin < job.n; begin += block_rows) {
     const std::int64_t rows = std::min<std::int64_t>(block_rows, job.n - begin);
-    const float* block = as_floats(job.rows + begin * dim, rows * dim, buffer);
+    const float* block = rows_as_floats(job, begin, rows, buffer);
     for (int g = 0; g < job.group; ++g) {
       float* out = job.scores + g * job.stride + begin;
       const float* query = job.q + std::int64_t{g} * dim;

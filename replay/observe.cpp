@@ -3,25 +3,9 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/held_mass.hpp"
+
 namespace kvreplay::replay {
-namespace {
-
-// In double, in eight independent sums: one chain of additions would wait for each of them.
-double dot(const float* a, const float* b, size_t n) {
-  constexpr size_t lanes = 8;
-  double sums[lanes] = {};
-  size_t c = 0;
-  for (; c + lanes <= n; c += lanes) {
-    for (size_t j = 0; j < lanes; ++j) sums[j] += static_cast<double>(a[c + j]) * b[c + j];
-  }
-  double total = 0;
-  for (; c < n; ++c) total += static_cast<double>(a[c]) * b[c];
-  for (const double s : sums) total += s;
-  return total;
-}
-
-}  // namespace
-
 std::int64_t span_mask::count_below(std::int64_t end) const {
   const auto last = member.begin() + std::min<std::ptrdiff_t>(end, std::ssize(member));
   return std::count(member.begin(), last, std::uint8_t{1});
@@ -45,6 +29,7 @@ void step_observation::measure_recall(const kernels::head_store& store, int slot
   positions_.assign(store.body_position.begin(), store.body_position.end());
   positions_.insert(positions_.end(), store.tail_position.begin(), store.tail_position.end());
   auto& at = out.at(slot, t - data_->n_prompt);
+  find_kept_mass(t, kv_head, lse, exact_scores);
   double recall = 0;
   for (int i = 0; i < shape_->group(); ++i) {
     const int h = kv_head * shape_->group() + i;
@@ -55,7 +40,7 @@ void step_observation::measure_recall(const kernels::head_store& store, int slot
       at.bound_sum += 1;
       continue;
     }
-    recall += kept_mass(t, h, kv_head, lse, exact_scores) / visible;
+    recall += kept_[static_cast<size_t>(i)] / visible;
     if (parts_.bound) {
       at.bound_sum += reference_->best(t, h, std::ssize(positions_)) / visible;
     }
@@ -67,33 +52,36 @@ void step_observation::measure_recall(const kernels::head_store& store, int slot
   head.recall += recall / shape_->group();
 }
 
-// Sum of A over the held positions. With whole rows at hand it is read off them. Without, an
-// unquantised cache has the very scores of the trace, so its own log-sum-exp gives the sum; a
-// quantised one does not, and the scores are taken from the trace's keys.
-double step_observation::kept_mass(std::int64_t t, int q_head, int kv_head, const float* lse,
-                                   bool exact_scores) {
-  if (reference_->has_rows()) {
-    const float* row = reference_->row(t, q_head).data();
-    double sum = 0;
-    for (const std::int32_t i : positions_) sum += row[i];
-    return sum;
+// Sums of A over the held positions, per query head of the group. With whole rows at hand they are
+// read off them. Without, an unquantised cache has the very scores of the trace, so its own
+// log-sum-exp gives the sum; a quantised one does not, and the scores are taken from the trace's
+// keys.
+void step_observation::find_kept_mass(std::int64_t t, int kv_head, const float* lse,
+                                      bool exact_scores) {
+  const int group = shape_->group(), first = kv_head * group;
+  kept_.assign(static_cast<size_t>(group), 0.0);
+  if (!reference_->has_rows() && !exact_scores) {
+    const float* q = data_->q_at(t) + std::int64_t{first} * shape_->head_dim;
+    const float* k = data_->k.data() + std::int64_t{kv_head} * shape_->head_dim;
+    lse_.clear();
+    for (int i = 0; i < group; ++i) lse_.push_back(reference_->lse(t, first + i));
+    kernels::held_mass(q, group, shape_->head_dim, static_cast<float>(shape_->softmax_scale), k,
+                       data_->k_width, positions_, lse_.data(), kept_.data());
+    return;
   }
-  const double full = reference_->lse(t, q_head);
-  if (exact_scores) {
-    double sum = std::exp(static_cast<double>(lse[q_head]) - full);
-    if (!shape_->sink_logits.empty()) {
-      sum -= std::exp(static_cast<double>(shape_->sink_logits[static_cast<size_t>(q_head)]) - full);
+  for (int i = 0; i < group; ++i) {
+    double& sum = kept_[static_cast<size_t>(i)];
+    if (reference_->has_rows()) {
+      const float* row = reference_->row(t, first + i).data();
+      for (const std::int32_t p : positions_) sum += row[p];
+      continue;
     }
-    return sum;
+    const double full = reference_->lse(t, first + i);
+    sum = std::exp(static_cast<double>(lse[first + i]) - full);
+    if (shape_->sink_logits.empty()) continue;
+    sum -=
+        std::exp(static_cast<double>(shape_->sink_logits[static_cast<size_t>(first + i)]) - full);
   }
-  const auto dim = static_cast<size_t>(shape_->head_dim);
-  const float* q = data_->q_at(t) + static_cast<size_t>(q_head) * dim;
-  double sum = 0;
-  for (const std::int32_t i : positions_) {
-    const float* k = data_->k_at(i) + static_cast<size_t>(kv_head) * dim;
-    sum += std::exp(shape_->softmax_scale * dot(q, k, dim) - full);
-  }
-  return sum;
 }
 
 double step_observation::visible_mass(std::int64_t t, int q_head) const {

@@ -39,7 +39,7 @@ class step_observation {
   // Share of each query head's visible mass that the KV head's entries hold.
   void measure_recall(const kernels::head_store& store, int slot, int kv_head, std::int64_t t,
                       const float* lse, bool exact_scores, lane_measures& out);
-  double kept_mass(std::int64_t t, int q_head, int kv_head, const float* lse, bool exact_scores);
+  void find_kept_mass(std::int64_t t, int kv_head, const float* lse, bool exact_scores);
   double visible_mass(std::int64_t t, int q_head) const;
   void measure_spans(int slot, int kv_head, std::int64_t t, lane_measures& out);
   void measure_output(int slot, std::int64_t t, const float* o, lane_measures& out) const;
@@ -50,7 +50,10 @@ class step_observation {
   std::span<const span_mask> spans_;
   measured_parts parts_;
   std::int64_t skip_;
-  std::vector<std::int32_t> positions_;  // of the head being measured
+  // Of the head being measured.
+  std::vector<std::int32_t> positions_;
+  std::vector<double> kept_;  // [group]
+  std::vector<float> lse_;    // [group]
 };
 
 }  // namespace kvreplay::replay

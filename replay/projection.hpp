@@ -19,11 +19,12 @@ struct projected_row {
 };
 
 // The output projection of a trace, wo [q_heads, value_dim, hidden_size], as `project` reads it:
-// [hidden_size, q_heads * value_dim].
+// [tiles of 16 outputs, q_heads, value_dim, 16], zero beyond hidden_size.
 std::vector<float> output_weights(const projection_shape& shape, std::span<const float> wo);
 
 // x [rows, q_heads, value_dim], weights as output_weights gives them -> one result per row. A row's
-// bits depend on that row alone (tracer/linear.hpp), so blocks may be cut anywhere.
+// bits depend on that row alone (score_tile in kernels/inner_loops.hpp; a BLAS product's depend on
+// the rows beside it), so blocks may be cut anywhere.
 std::vector<projected_row> project(const projection_shape& shape, std::span<const float> weights,
                                    std::span<const float> x, std::int64_t rows);
 
