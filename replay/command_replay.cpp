@@ -1,7 +1,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <memory>
 #include <optional>
 #include <span>
@@ -14,13 +13,14 @@
 #include "policies/params.hpp"
 #include "policies/policy.hpp"
 #include "replay/commands.hpp"
+#include "replay/labels.hpp"
 #include "replay/match_bytes.hpp"
 #include "replay/open_loop.hpp"
+#include "replay/output_files.hpp"
 #include "replay/progress.hpp"
 #include "replay/text.hpp"
 #include "reports/atomic_file.hpp"
 #include "reports/csv.hpp"
-#include "reports/json.hpp"
 #include "reports/table.hpp"
 #include "traces/reader.hpp"
 
@@ -30,15 +30,6 @@ namespace {
 constexpr const char* open_loop_line =
     "open loop: recorded activations; what evicted context changes in later hidden states is left "
     "out";
-
-enum class output_format { json, csv };
-
-output_format format_of(const std::string& path) {
-  const auto extension = std::filesystem::path(path).extension();
-  if (extension == ".json") return output_format::json;
-  if (extension == ".csv") return output_format::csv;
-  throw usage_error(fmt::format("-o {}: the ending decides the format; known: .json, .csv", path));
-}
 
 // --match-bytes: a policy whose mean bytes are the target, or a size.
 struct match_target {
@@ -69,7 +60,7 @@ class replay_run {
   replay_run(const common_options& common, const replay_command& command)
       : common_(common), command_(command), target_(read_target(command.match_bytes)) {
     for (const auto& spec : command.policies) policies_.push_back(policies::parse_policy(spec));
-    for (const auto& path : command.outputs) format_of(path);
+    for (const auto& path : command.outputs) require_known_format(path);
     const bool detailed =
         !command.steps_file.empty() || !command.heads_file.empty() || !command.kept_file.empty();
     if (command.resume && (detailed || command.outputs.empty())) {
@@ -262,11 +253,7 @@ void replay_run::write_kept(const traces::reader& trace, int sequence, const lan
 }
 
 void replay_run::write_outputs() const {
-  for (const auto& path : command_.outputs) {
-    reports::write_atomic(path, format_of(path) == output_format::json
-                                    ? reports::to_json(report_)
-                                    : reports::to_csv(report_.runs));
-  }
+  for (const auto& path : command_.outputs) write_report(path, report_);
   const auto detailed = [](const std::string& path, std::string_view header,
                            const std::ostringstream& rows) {
     if (!path.empty()) reports::write_atomic(path, std::string(header) + rows.str());
@@ -276,63 +263,10 @@ void replay_run::write_outputs() const {
   detailed(command_.kept_file, reports::kept_header, kept_);
 }
 
-// What a row's parameters are where the SPEC says nothing: those of its policy and modifiers named
-// bare. Budgets count as said always, so that a label shows them.
-std::vector<std::pair<std::string, std::string>> default_params(const reports::result& row) {
-  std::string modifiers;
-  std::string last;
-  for (const auto& [key, value] : row.params) {
-    const auto dot = key.find('.');
-    if (dot == std::string::npos || key.substr(0, dot) == last) continue;
-    last = key.substr(0, dot);
-    modifiers += fmt::format("+{}", last);
-  }
-  for (const char* required : {"", ":budget=1"}) {
-    try {
-      auto params =
-          policies::parse_policy(fmt::format("{}{}{}", row.name, required, modifiers)).params;
-      std::erase_if(params, [](const auto& p) {
-        return p.first == "budget" || p.first == "high" || p.first == "low";
-      });
-      return params;
-    } catch (const policies::spec_error&) {
-      continue;  // something in it is required: everything is shown
-    }
-  }
-  return {};
-}
-
-// What the notes of good rows say, each once, with the rows it is about.
-std::vector<std::string> note_lines(std::span<const reports::result> rows,
-                                    std::span<const std::string> labels) {
-  std::vector<std::pair<std::string, std::vector<std::string>>> lines;
-  for (size_t i = 0; i < rows.size(); ++i) {
-    if (rows[i].status != "ok") continue;
-    std::string_view rest = rows[i].note;
-    while (!rest.empty()) {
-      const auto end = rest.find("; ");
-      const std::string part(rest.substr(0, end));
-      rest = end == std::string_view::npos ? std::string_view{} : rest.substr(end + 2);
-      auto at =
-          std::find_if(lines.begin(), lines.end(), [&](const auto& l) { return l.first == part; });
-      if (at == lines.end()) at = lines.insert(at, {part, {}});
-      at->second.push_back(labels[i]);
-    }
-  }
-  std::vector<std::string> out;
-  for (const auto& [part, about] : lines) {
-    const bool all = about.size() == rows.size() && rows.size() > 1;
-    out.push_back(all ? part : fmt::format("{}: {}", part, fmt::join(about, "; ")));
-  }
-  return out;
-}
-
 void replay_run::print_table() const {
   reports::table_options options;
   options.width = 110;
-  for (const auto& row : report_.runs) {
-    options.labels.push_back(reports::short_policy(row, default_params(row)));
-  }
+  options.labels = labels_of(report_.runs);
   options.footer = note_lines(report_.runs, options.labels);
   if (partial_layers_) {
     options.footer.push_back(fmt::format("layers {}: bytes and quality are of the recorded layers",

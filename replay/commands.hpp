@@ -63,6 +63,14 @@ struct replay_command {
 };
 int run_replay(const common_options& common, const replay_command& command);
 
+struct time_command {
+  std::string trace;
+  std::vector<std::string> policies, outputs;
+  std::vector<int> batch = {1};
+  int repeat = 3;
+};
+int run_time(const common_options& common, const time_command& command);
+
 // `kvreplay --version`: version, revision, compiler, HDF5, CUDA, CPU; several lines.
 std::string version_text();
 

@@ -25,6 +25,7 @@ struct command_line {
   inspect_command inspect;
   policies_command policies;
   replay_command replay;
+  time_command time;
 };
 
 void add_common(CLI::App& app, common_options& common) {
@@ -185,11 +186,39 @@ void add_replay(CLI::App& app, command_line& line) {
   add_device(*sub, line.common);
 }
 
+void add_time(CLI::App& app, command_line& line) {
+  auto& c = line.time;
+  auto* sub = app.add_subcommand("time", "Time the kernels on a policy's real lengths");
+  sub->add_option("trace", c.trace, "The trace whose shapes and lengths are run")->required();
+  sub->add_option("-p,--policy", c.policies, "SPEC: name:key=value,key=value+modifier:key=value")
+      ->required()
+      ->take_all()
+      ->expected(1)
+      ->allow_extra_args(false);
+  sub->add_option("--batch", c.batch, "Sequences at once, e.g. 1,2,4,8: a row for each")
+      ->delimiter(',')
+      ->check(CLI::Range(1, 4096))
+      ->capture_default_str();
+  sub->add_option("--repeat", c.repeat, "Rounds over the trace; more where it gives few samples")
+      ->check(CLI::Range(1, 1 << 20))
+      ->capture_default_str();
+  sub->add_option("-o,--output", c.outputs, "Results file, .json or .csv; may be repeated")
+      ->take_all()
+      ->expected(1)
+      ->allow_extra_args(false);
+  sub->footer(
+      "Example:\n  kvreplay time run.h5 -p full -p confkv -p confkv+int8 --batch 1,8 -o "
+      "times.json");
+  add_common(*sub, line.common);
+  add_device(*sub, line.common);
+}
+
 int dispatch(const CLI::App& app, const command_line& line) {
   if (app.got_subcommand("record")) return run_record(line.common, line.record);
   if (app.got_subcommand("synth")) return run_synth(line.common, line.synth);
   if (app.got_subcommand("inspect")) return run_inspect(line.common, line.inspect);
   if (app.got_subcommand("policies")) return run_policies(line.policies);
+  if (app.got_subcommand("time")) return run_time(line.common, line.time);
   return run_replay(line.common, line.replay);
 }
 
@@ -213,6 +242,7 @@ int parse_and_run(int argc, char** argv) {
   add_inspect(app, line);
   add_policies(app, line);
   add_replay(app, line);
+  add_time(app, line);
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& e) {

@@ -223,7 +223,7 @@ void open_loop_pass::run_lane_block(running_lane& lane, int slot, const layer_da
     at.evicted = e.evicted;
     at.budget = e.budget;
     at.degenerate = e.degenerate;
-    at.attend_us = e.attend_us;
+    at.attend_us = e.us.attend;
   }
   if (parts_.projected) project_block(lane, slot, reference, weights, o, first, steps);
   lane.seconds[static_cast<size_t>(slot)] +=

@@ -14,10 +14,26 @@
 namespace kvreplay::replay {
 namespace {
 
+// Microseconds since the last lap, or since it was made.
+class stopwatch {
+ public:
+  float lap() {
+    const auto now = clock::now();
+    const float us = std::chrono::duration<float, std::micro>(now - last_).count();
+    last_ = now;
+    return us;
+  }
+
+ private:
+  using clock = std::chrono::steady_clock;
+  clock::time_point last_ = clock::now();
+};
+
 // Selection (step 6) and ageing (step 7) after step t.
 void settle(lane& lane, int slot, std::int64_t step, step_events& events) {
   auto& cache = lane.cache();
   const auto t = static_cast<std::int32_t>(step);
+  stopwatch watch;
   if (lane.plan().selects(step, lane.n_prompt())) {
     const int heads = cache.shape().kv_heads;
     std::vector<int> budget(static_cast<size_t>(heads));
@@ -50,7 +66,9 @@ void settle(lane& lane, int slot, std::int64_t step, step_events& events) {
     events.degenerate =
         result.degenerate || (result.evicted > 0 && protect.sinks + protect.recent > smallest);
   }
+  events.us.select = watch.lap();
   kernels::age(cache, slot, t);
+  events.us.age = watch.lap();
 }
 
 void seed_scores(kernels::kv_cache& cache, int slot, const std::vector<float>& scores,
@@ -99,7 +117,6 @@ step_events load_prompt(lane& lane, int slot, const layer_data& data, prompt_obs
 
 void replay_layer(lane& lane, int slot, const layer_block& block, std::span<step_events> events,
                   const step_observer& observe, const kept_observer& kept) {
-  using clock = std::chrono::steady_clock;
   auto& cache = lane.cache();
   const auto& shape = cache.shape();
   const std::int64_t q_width = std::int64_t{shape.q_heads} * shape.head_dim;
@@ -114,7 +131,9 @@ void replay_layer(lane& lane, int slot, const layer_block& block, std::span<step
     at = {};
     const kernels::append_item fresh{&cache, slot, static_cast<std::int32_t>(t),
                                      block.k + i * k_width, block.v + i * v_width};
+    stopwatch watch;
     kernels::append({&fresh, 1});
+    at.us.append = watch.lap();
     kernels::attend_item item;
     item.cache = &cache;
     item.layer = slot;
@@ -127,9 +146,9 @@ void replay_layer(lane& lane, int slot, const layer_block& block, std::span<step
       mass.resize(static_cast<size_t>(item.mass_stride * shape.kv_heads));
       item.mass = mass.data();
     }
-    const auto start = clock::now();
+    watch.lap();
     kernels::attend({&item, 1});
-    at.attend_us = std::chrono::duration<float, std::micro>(clock::now() - start).count();
+    at.us.attend = watch.lap();
     at.bytes = cache.payload_bytes(slot);
     at.state_bytes = cache.state_bytes(slot);
     for (int head = 0; head < shape.kv_heads; ++head) at.entries += cache.entries(slot, head);
@@ -137,7 +156,9 @@ void replay_layer(lane& lane, int slot, const layer_block& block, std::span<step
     if (item.mass != nullptr) {
       const kernels::score_item update{
           &cache, slot, item.mass, item.mass_stride, lane.rules().update, lane.rules().decay};
+      watch.lap();
       kernels::update_scores({&update, 1});
+      at.us.update_scores = watch.lap();
     }
     settle(lane, slot, t, at);
     if (kept) kept(t);

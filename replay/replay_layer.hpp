@@ -46,6 +46,11 @@ class lane {
   kernels::kv_cache cache_;
 };
 
+// Microseconds in the kernels of one layer's step; select includes compact.
+struct kernel_times {
+  float append = 0, attend = 0, update_scores = 0, select = 0, age = 0;
+};
+
 // What happened to one layer at one step beside o.
 struct step_events {
   std::int64_t bytes = 0;  // payload over S(t), t included
@@ -55,7 +60,7 @@ struct step_events {
   std::int64_t budget = -1;  // sum over KV heads of what may stay after the step; -1: no selection
                              // ran, or everything may stay
   bool degenerate = false;
-  float attend_us = 0;
+  kernel_times us;
 };
 
 // Rows of the steps first .. first + steps - 1.

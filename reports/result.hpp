@@ -62,6 +62,11 @@ struct result {
   } events;
   struct {
     maybe wall_s, steps_per_s, attend_us_p50, attend_us_p99;
+    // kvreplay time
+    maybe batch, samples, step_us_p50, step_us_p99, append_us_p50, update_scores_us_p50,
+        select_us_p50, select_us_p99, age_us_p50, attend_bytes_per_s, copy_bytes_per_s,
+        memory_copy_bytes_per_s, short_launch_share, compaction_us_mean, attend_saved_us_mean,
+        net_saved_us_mean, full_step_us_p50, speedup;
   } time;
 
   // --match-bytes: the factor applied to every budget, and the difference left.

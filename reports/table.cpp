@@ -37,12 +37,15 @@ maybe number_at(const result& r, std::string_view flattened) {
   return out;
 }
 
+// Rates in bytes per second stand as GB/s.
 column number_column(const std::string& title, const std::string& field,
                      std::span<const result> runs) {
-  column out{safe(title), {}};
+  constexpr std::string_view rate = "_bytes_per_s";
+  const bool scaled = title.ends_with(rate);
+  column out{safe(scaled ? title.substr(0, title.size() - rate.size()) + " [GB/s]" : title), {}};
   for (const result& r : runs) {
     const maybe value = number_at(r, field);
-    out.cells.push_back(value ? four_digits(*value) : "");
+    out.cells.push_back(value ? four_digits(scaled ? *value * 1e-9 : *value) : "");
   }
   return out;
 }
