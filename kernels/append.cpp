@@ -72,15 +72,29 @@ void check_item(const append_item& item) {
   }
 }
 
-void append_row(const float* row, int n, std::vector<half_bits>& half, std::vector<float>& full,
-                tail_format format) {
+void write_row(const float* row, std::int64_t n, std::int64_t at, std::vector<half_bits>& half,
+               std::vector<float>& full, tail_format format) {
   if (format == tail_format::fp32) {
-    full.insert(full.end(), row, row + n);
-    return;
+    std::copy_n(row, n, full.begin() + at * n);
+  } else {
+    active_loops().to_halves(row, n, half.data() + at * n);
   }
-  const std::size_t at = half.size();
-  half.resize(at + static_cast<std::size_t>(n));
-  active_loops().to_halves(row, n, half.data() + at);
+}
+
+void append_entry(const append_item& item, int head) {
+  kv_cache& cache = *item.cache;
+  const cache_shape& shape = cache.shape();
+  head_store& store = cache.head(item.layer, head);
+  const int slot = store.tail_size();
+  cache.resize_payload(item.layer, head, tier::tail, slot + 1);
+  payload_rows& rows = cache.payload(item.layer, head);
+  const std::int64_t at = row_of(cache.rows_of(item.layer, head, tier::tail), slot);
+  write_row(item.k + std::int64_t{head} * shape.head_dim, shape.head_dim, at, rows.tail_k,
+            rows.tail_k32, cache.format().tail);
+  write_row(item.v + std::int64_t{head} * shape.value_dim, shape.value_dim, at, rows.tail_v,
+            rows.tail_v32, cache.format().tail);
+  store.tail_position.push_back(item.position);
+  store.tail_score.push_back(unobserved_score);
 }
 
 // Entries that the model's own window has passed leave.
@@ -99,18 +113,11 @@ void drop_passed(kv_cache& cache, int layer, int head, std::int64_t newest_dropp
 void append(std::span<const append_item> items) {
   for (const append_item& item : items) {
     check_item(item);
-    kv_cache& cache = *item.cache;
-    const cache_shape& shape = cache.shape();
+    const cache_shape& shape = item.cache->shape();
     const int window = shape.window_of(item.layer);
     for (int h = 0; h < shape.kv_heads; ++h) {
-      if (window > 0) drop_passed(cache, item.layer, h, std::int64_t{item.position} - window);
-      head_store& store = cache.head(item.layer, h);
-      append_row(item.k + std::int64_t{h} * shape.head_dim, shape.head_dim, store.tail_k,
-                 store.tail_k32, cache.format().tail);
-      append_row(item.v + std::int64_t{h} * shape.value_dim, shape.value_dim, store.tail_v,
-                 store.tail_v32, cache.format().tail);
-      store.tail_position.push_back(item.position);
-      store.tail_score.push_back(unobserved_score);
+      if (window > 0) drop_passed(*item.cache, item.layer, h, std::int64_t{item.position} - window);
+      append_entry(item, h);
     }
   }
 }

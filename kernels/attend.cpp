@@ -16,13 +16,16 @@ struct scratch_space {
   const inner_loops* loops;
   std::vector<float> q,
       q_folded;  // [group, head_dim]: times the softmax scale; times the channel scales
-  std::vector<float> scores;   // [group, entries], then the probabilities
-  std::vector<float> weights;  // [group, entries] of one tier: what V rows are multiplied by
+  std::vector<float> scores;       // [group, entries], then the probabilities
+  std::vector<float> weights;      // [group, entries] of one tier: what V rows are multiplied by
+  std::vector<half_bits> scalars;  // [body entries], where they lie in pages
 };
 
 // One KV head of one item: what the loops need, as plain pointers.
 struct head_work {
   const head_store* store;
+  const payload_rows* rows;
+  row_pages body_pages, tail_pages;
   bool half_tail;
   int group, head_dim, value_dim;
   float softmax_scale;
@@ -35,8 +38,20 @@ struct head_work {
 const float* none_if_empty(const std::vector<float>& table) {
   return table.empty() ? nullptr : table.data();
 }
-const half_bits* none_if_empty(const std::vector<half_bits>& table) {
-  return table.empty() ? nullptr : table.data();
+
+// One FP16 scalar per body entry, side by side in slot order; null: the format has none.
+const half_bits* body_scalars(const head_work& w, const std::vector<half_bits>& stored,
+                              std::vector<half_bits>& side_by_side) {
+  if (stored.empty()) return nullptr;
+  if (w.body_pages.table == nullptr) return stored.data();
+  const std::int64_t n = w.store->body_size();
+  side_by_side.resize(static_cast<std::size_t>(n));
+  for (std::int64_t i = 0; i < n;) {
+    const std::int64_t run = rows_together(w.body_pages, i, n - i);
+    std::copy_n(stored.begin() + row_of(w.body_pages, i), run, side_by_side.begin() + i);
+    i += run;
+  }
+  return side_by_side.data();
 }
 
 // out[c] = (q[c] * softmax_scale) * channel[c], rounded after each product; channel null: ones.
@@ -65,16 +80,17 @@ void score_entries(const head_work& w, scratch_space& s) {
   s.scores.resize(static_cast<std::size_t>(w.group * n));
   const float *q = s.q.data(), *folded = s.q_folded.data();
   if (body > 0) {
-    s.loops->score_int8({folded, w.group, w.head_dim, store.body_k.data(),
-                         none_if_empty(store.body_k_scale), body, s.scores.data(), n});
+    s.loops->score_int8({folded, w.group, w.head_dim, w.rows->body_k.data(),
+                         body_scalars(w, w.rows->body_k_scale, s.scalars), body, s.scores.data(), n,
+                         w.body_pages});
   }
   float* tail_scores = s.scores.data() + body;
   if (tail > 0 && w.half_tail) {
-    s.loops->score_half(
-        {q, w.group, w.head_dim, store.tail_k.data(), nullptr, tail, tail_scores, n});
+    s.loops->score_half({q, w.group, w.head_dim, w.rows->tail_k.data(), nullptr, tail, tail_scores,
+                         n, w.tail_pages});
   } else if (tail > 0) {
-    s.loops->score_float(
-        {q, w.group, w.head_dim, store.tail_k32.data(), nullptr, tail, tail_scores, n});
+    s.loops->score_float({q, w.group, w.head_dim, w.rows->tail_k32.data(), nullptr, tail,
+                          tail_scores, n, w.tail_pages});
   }
 }
 
@@ -84,14 +100,15 @@ void sum_body(const head_work& w, scratch_space& s) {
   const int body = store.body_size();
   const std::int64_t n = store.size();
   const float* weights = s.scores.data();
-  if (const half_bits* scale = none_if_empty(store.body_v_scale); scale != nullptr) {
+  if (const half_bits* scale = body_scalars(w, w.rows->body_v_scale, s.scalars); scale != nullptr) {
     s.weights.resize(static_cast<std::size_t>(w.group * n));
     for (int g = 0; g < w.group; ++g) {
       s.loops->times_halves(s.scores.data() + g * n, scale, body, s.weights.data() + g * n);
     }
     weights = s.weights.data();
   }
-  s.loops->add_int8({weights, n, w.group, w.value_dim, store.body_v.data(), body, w.o});
+  s.loops->add_int8(
+      {weights, n, w.group, w.value_dim, w.rows->body_v.data(), body, w.o, w.body_pages});
   const float* channel = none_if_empty(store.v_channel_scale);
   if (channel == nullptr) return;
   for (int g = 0; g < w.group; ++g) {
@@ -115,9 +132,10 @@ void attend_head(const head_work& w, scratch_space& s) {
   if (tail == 0) return;
   const float* p = s.scores.data() + store.body_size();
   if (w.half_tail) {
-    s.loops->add_half({p, n, w.group, w.value_dim, store.tail_v.data(), tail, w.o});
+    s.loops->add_half({p, n, w.group, w.value_dim, w.rows->tail_v.data(), tail, w.o, w.tail_pages});
   } else {
-    s.loops->add_float({p, n, w.group, w.value_dim, store.tail_v32.data(), tail, w.o});
+    s.loops->add_float(
+        {p, n, w.group, w.value_dim, w.rows->tail_v32.data(), tail, w.o, w.tail_pages});
   }
 }
 
@@ -205,6 +223,9 @@ void attend_item_heads(const attend_item& item, scratch_space& scratch) {
                             ? nullptr
                             : shape.sink_logits.data() + std::int64_t{item.layer} * shape.q_heads;
     const head_work work{.store = &cache.head(item.layer, h),
+                         .rows = &cache.payload(item.layer, h),
+                         .body_pages = cache.rows_of(item.layer, h, tier::body),
+                         .tail_pages = cache.rows_of(item.layer, h, tier::tail),
                          .half_tail = cache.format().tail == tail_format::fp16,
                          .group = group,
                          .head_dim = shape.head_dim,
@@ -249,8 +270,16 @@ head_integers integer_scores(const kv_cache& cache, int layer, int q_head,
   split_query(folded.data(), shape.head_dim, digits);
   head_integers result{digits.scale, {}};
   result.scores.resize(store.body_position.size());
-  active_loops().digit_scores(digits, shape.head_dim, store.body_k.data(), store.body_size(),
-                              result.scores.data());
+  const int head = q_head / shape.group();
+  const payload_rows& rows = cache.payload(layer, head);
+  const row_pages pages = cache.rows_of(layer, head, tier::body);
+  for (std::int64_t i = 0, n = store.body_size(); i < n;) {
+    const std::int64_t run = rows_together(pages, i, n - i);
+    active_loops().digit_scores(digits, shape.head_dim,
+                                rows.body_k.data() + row_of(pages, i) * shape.head_dim, run,
+                                result.scores.data() + i);
+    i += run;
+  }
   return result;
 }
 

@@ -14,8 +14,17 @@ void held_mass(const float* q, int group, int dim, float softmax_scale, const fl
   std::vector<float> scaled(q, q + std::int64_t{group} * dim);
   for (float& x : scaled) x *= softmax_scale;
   std::vector<float> scores(static_cast<std::size_t>(group * n));
-  loops.score_float(
-      {scaled.data(), group, dim, k, nullptr, n, scores.data(), n, positions.data(), key_stride});
+  loops.score_float({scaled.data(),
+                     group,
+                     dim,
+                     k,
+                     nullptr,
+                     n,
+                     scores.data(),
+                     n,
+                     {},
+                     positions.data(),
+                     key_stride});
   for (int g = 0; g < group; ++g) {
     float* row = scores.data() + g * n;
     loops.exponentials(row, n, lse[g]);

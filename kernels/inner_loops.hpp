@@ -6,12 +6,14 @@
 #include <cstdint>
 
 #include "kernels/query_digits.hpp"
+#include "kernels/row_pages.hpp"
 
 namespace kvreplay::kernels {
 
 using half_bits = std::uint16_t;  // as in half.hpp
 
 // scores[g * stride + i] = (row g of q) . (row i of rows), times scale[i] where `scale` is given.
+// Row i lies where `pages` says, and has the same bits wherever that is.
 //   q [group, dim]; rows [n, dim]; scale [n] or null; dim 1 .. 256
 // With `index` [n], row i starts at rows + index[i] * row_stride instead.
 template <class T>
@@ -23,11 +25,17 @@ struct score_job {
   std::int64_t n;
   float* scores;
   std::int64_t stride;
+  row_pages pages = {};
   const std::int32_t* index = nullptr;
   std::int64_t row_stride = 0;
 
+  bool scattered() const { return index != nullptr || pages.table != nullptr; }
+  // Whether rows i .. i + count - 1 lie one after another.
+  bool together(std::int64_t i, std::int64_t count) const {
+    return index == nullptr && rows_together(pages, i, count) == count;
+  }
   const T* row(std::int64_t i) const {
-    return index == nullptr ? rows + i * dim : rows + index[i] * row_stride;
+    return index == nullptr ? rows + row_of(pages, i) * dim : rows + index[i] * row_stride;
   }
 };
 
@@ -41,6 +49,13 @@ struct value_job {
   const T* rows;
   std::int64_t n;
   float* o;
+  row_pages pages = {};
+
+  bool scattered() const { return pages.table != nullptr; }
+  bool together(std::int64_t i, std::int64_t count) const {
+    return rows_together(pages, i, count) == count;
+  }
+  const T* row(std::int64_t i) const { return rows + row_of(pages, i) * dim; }
 };
 
 struct inner_loops {

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <stdexcept>
 #include <utility>
@@ -11,6 +12,7 @@ namespace kvreplay::kernels {
 namespace {
 
 constexpr int max_dim = 256;
+constexpr int most_in_page = 1 << 16;
 
 [[noreturn]] void refuse(const std::string& what) {
   throw std::invalid_argument("kv_cache: " + what);
@@ -58,6 +60,10 @@ void check_per_layer(const cache_shape& s) {
 void check_format(const storage_format& f) {
   if (f.tail_window < 0) refuse(fmt::format("tail_window is {}, expected >= 0", f.tail_window));
   if (f.tail_sinks < 0) refuse(fmt::format("tail_sinks is {}, expected >= 0", f.tail_sinks));
+  if (f.page < 0 || f.page > most_in_page || (f.page & (f.page - 1)) != 0) {
+    refuse(fmt::format("page is {}, expected 0 (contiguous) or a power of two up to {}", f.page,
+                       most_in_page));
+  }
   if (f.body == body_format::none) return;
   if (f.body == body_format::int4) refuse("int4 is not implemented by this back end");
   if (f.scales == scale_format::group) refuse("group scales are not implemented by this back end");
@@ -68,10 +74,6 @@ void check_format(const storage_format& f) {
 
 bool has_channel_table(const storage_format& f) {
   return f.body != body_format::none && f.scales != scale_format::token;
-}
-
-bool has_entry_scales(const storage_format& f) {
-  return f.scales == scale_format::hybrid || f.scales == scale_format::token;
 }
 
 template <class T>
@@ -86,8 +88,10 @@ kv_cache::kv_cache(cache_shape shape, storage_format format)
   check_shape(shape_);
   check_per_layer(shape_);
   check_format(format_);
+  widths_ = row_widths(shape_, format_);
   const auto layers = static_cast<std::size_t>(shape_.layers);
   heads_.resize(layers * static_cast<std::size_t>(shape_.kv_heads));
+  if (format_.page > 0) pools_.resize(layers);
   events_.resize(layers);
 }
 
@@ -102,6 +106,43 @@ const head_store& kv_cache::head(int layer, int kv_head) const {
 
 head_store& kv_cache::head(int layer, int kv_head) {
   return const_cast<head_store&>(std::as_const(*this).head(layer, kv_head));
+}
+
+const payload_rows& kv_cache::payload(int layer, int kv_head) const {
+  const head_store& store = head(layer, kv_head);
+  if (pools_.empty()) return store;
+  return pools_[static_cast<std::size_t>(layer)].rows;
+}
+
+payload_rows& kv_cache::payload(int layer, int kv_head) {
+  return const_cast<payload_rows&>(std::as_const(*this).payload(layer, kv_head));
+}
+
+row_pages kv_cache::rows_of(int layer, int kv_head, tier t) const {
+  if (pools_.empty()) return {};
+  const head_store& store = head(layer, kv_head);
+  return {(t == tier::tail ? store.tail_pages : store.body_pages).data(),
+          std::countr_zero(static_cast<unsigned>(format_.page))};
+}
+
+void kv_cache::resize_payload(int layer, int kv_head, tier t, std::int64_t n) {
+  head_store& store = head(layer, kv_head);
+  if (pools_.empty()) {
+    resize_rows(store, widths_, t, n);
+    return;
+  }
+  std::vector<std::int32_t>& pages = t == tier::tail ? store.tail_pages : store.body_pages;
+  page_pool& pool = pools_[static_cast<std::size_t>(layer)];
+  const auto wanted = static_cast<std::size_t>((n + format_.page - 1) / format_.page);
+  while (pages.size() < wanted) pages.push_back(pool.take(widths_, t, format_.page));
+  while (pages.size() > wanted) {
+    pool.give_back(t, pages.back());
+    pages.pop_back();
+  }
+}
+
+const std::vector<std::int32_t>& kv_cache::free_pages(int layer, tier t) const {
+  return pools_.at(static_cast<std::size_t>(layer)).free_pages(t);
 }
 
 int kv_cache::max_entries(int layer) const {
@@ -142,10 +183,13 @@ std::int64_t kv_cache::state_bytes(int layer) const {
 std::int64_t kv_cache::reserved_bytes() const {
   std::int64_t total = 0;
   for (const head_store& s : heads_) {
-    total += capacity_bytes(s.tail_k) + capacity_bytes(s.tail_v) + capacity_bytes(s.tail_k32) +
-             capacity_bytes(s.tail_v32) + capacity_bytes(s.body_k) + capacity_bytes(s.body_v) +
-             capacity_bytes(s.body_k_scale) + capacity_bytes(s.body_v_scale) +
-             capacity_bytes(s.k_channel_scale) + capacity_bytes(s.v_channel_scale);
+    total += capacity_bytes(s.k_channel_scale) + capacity_bytes(s.v_channel_scale);
+    for (const tier t : {tier::tail, tier::body}) {
+      const auto pages = (t == tier::tail ? s.tail_pages : s.body_pages).size();
+      total += static_cast<std::int64_t>(pages) * format_.page * widths_.bytes(t);
+      for_each_array(static_cast<const payload_rows&>(s), widths_, t,
+                     [&total](const auto& array, std::int64_t) { total += capacity_bytes(array); });
+    }
   }
   return total;
 }
@@ -169,11 +213,10 @@ storage_events& kv_cache::events(int layer) {
 
 std::int64_t payload_bytes(const cache_shape& shape, const storage_format& format,
                            std::int64_t tail, std::int64_t body) {
+  const row_widths widths(shape, format);
   const std::int64_t channels = shape.head_dim + shape.value_dim;
-  const std::int64_t tail_value = format.tail == tail_format::fp16 ? 2 : 4;
-  const std::int64_t scalars = has_entry_scales(format) ? 2 * 2 : 0;  // FP16, one for K, one for V
   const std::int64_t table = has_channel_table(format) ? 4 * channels : 0;
-  return tail * tail_value * channels + body * (channels + scalars) + table;
+  return tail * widths.bytes(tier::tail) + body * widths.bytes(tier::body) + table;
 }
 
 }  // namespace kvreplay::kernels

@@ -2,7 +2,11 @@
 // and scores, in up to two tiers of precision. It stores; what happens to entries is decided by the
 // operations beside it (append, attend, update_scores, select, compact, age), each in its own file.
 //
-// Slots have no order. Within a tier the slots 0..n-1 are dense and each carries its position.
+// Slots have no order. Within a tier the slots 0..n-1 are dense and each carries its position. In
+// the contiguous layout a head's rows lie in slot order in arrays of its own; in the paged layout
+// they lie in pages of `storage_format::page` rows that the KV heads of a layer share, and a table
+// per head and tier lists its pages in slot order. The layout decides where bytes lie and nothing
+// else: slots, codes, o, lse, mass and kept sets are the same bit for bit.
 // Entry index e of a (layer, KV head): first the body (low precision), then the tail, so
 // e in [0, body) is body slot e and e in [body, body + tail) is tail slot e - body. Mass and score
 // rows are laid out in that order.
@@ -14,6 +18,7 @@
 #include <vector>
 
 #include "kernels/half.hpp"
+#include "kernels/payload.hpp"
 
 namespace kvreplay::kernels {
 
@@ -50,6 +55,7 @@ struct storage_format {
   int tail_window = 128;        // W: after step t an entry is in the tail iff position > t - W ...
   int tail_sinks = 0;           // ... or position < tail_sinks
   float static_margin = 1.25F;  // channel_static: scale = margin * absmax / 127
+  int page = 0;                 // paged layout: entries per page, a power of two; 0: contiguous
   bool operator==(const storage_format&) const = default;
 };
 
@@ -61,19 +67,15 @@ struct storage_events {
 };
 
 // One KV head of one layer. Plain storage; the invariants (equal lengths, positions unique) are the
-// operations' to keep. Scores stand beside the entries so that they move with them.
-struct head_store {
-  // Tail: [tail_size][head_dim] and [tail_size][value_dim]; FP16 bits, or FP32 in
-  // tail_format::fp32.
-  std::vector<half_bits> tail_k, tail_v;
-  std::vector<float> tail_k32, tail_v32;
+// operations' to keep. Scores stand beside the entries so that they move with them. The payload's
+// arrays are empty in the paged layout: kv_cache::payload says where rows are.
+struct head_store : payload_rows {
   std::vector<std::int32_t> tail_position;
   std::vector<float> tail_score;
-  // Body: codes [body_size][head_dim], [body_size][value_dim]; one FP16 scalar per entry for K, V.
-  std::vector<std::int8_t> body_k, body_v;
-  std::vector<half_bits> body_k_scale, body_v_scale;
   std::vector<std::int32_t> body_position;
   std::vector<float> body_score;
+  // Paged layout: pages of the layer's pool in slot order.
+  std::vector<std::int32_t> tail_pages, body_pages;
   // Channel scales, [head_dim] and [value_dim]; empty until calibrated, and always in
   // scale_format::token, whose table of ones is not stored.
   std::vector<float> k_channel_scale, v_channel_scale;
@@ -111,6 +113,17 @@ class kv_cache {
   head_store& head(int layer, int kv_head);
   const head_store& head(int layer, int kv_head) const;
 
+  // The arrays in which a head's rows lie, and which row a slot has there.
+  payload_rows& payload(int layer, int kv_head);
+  const payload_rows& payload(int layer, int kv_head) const;
+  row_pages rows_of(int layer, int kv_head, tier t) const;
+  const row_widths& widths() const { return widths_; }
+  // Gives a tier room for `n` rows, no more: pages beyond them go back to the layer's pool. Rows
+  // below both sizes stay as they are.
+  void resize_payload(int layer, int kv_head, tier t, std::int64_t n);
+  // Paged layout: pages that no head of the layer holds.
+  const std::vector<std::int32_t>& free_pages(int layer, tier t) const;
+
   int entries(int layer, int kv_head) const { return head(layer, kv_head).size(); }
   int max_entries(int layer) const;  // over the KV heads of the layer
   std::vector<std::int32_t> positions(int layer, int kv_head) const;  // ascending
@@ -121,14 +134,18 @@ class kv_cache {
   std::int64_t payload_bytes() const;
   // Positions (int32) and one float score per entry. Reported apart from the payload.
   std::int64_t state_bytes(int layer) const;
-  std::int64_t reserved_bytes() const;  // allocated for the payload, slack included
-  storage_events events() const;        // summed over layers
-  storage_events& events(int layer);    // a layer's own counters
+  // For the payload, slack included: what is allocated, or in the paged layout all of every page
+  // that a head holds (those in the pool are free for others).
+  std::int64_t reserved_bytes() const;
+  storage_events events() const;      // summed over layers
+  storage_events& events(int layer);  // a layer's own counters
 
  private:
   cache_shape shape_;
   storage_format format_;
+  row_widths widths_;
   std::vector<head_store> heads_;       // [layers, kv_heads]
+  std::vector<page_pool> pools_;        // [layers], or none: contiguous
   std::vector<storage_events> events_;  // [layers]
 };
 

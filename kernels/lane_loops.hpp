@@ -50,13 +50,17 @@ template <class L, class T, int heads, int tokens>
   }
 }
 
-// Scores of up to L::width rows (`count` of them real) against `heads` query rows.
-template <class L, class T, int heads>
+// Scores of up to L::width rows (`count` of them real) against `heads` query rows. `scattered`:
+// the rows may lie apart; a template parameter, so that others pay nothing for it.
+template <class L, class T, int heads, bool scattered>
 void score_block(const score_job<T>& job, int first_head, std::int64_t begin, int count) {
   constexpr int tokens = L::tokens_of[heads - 1];
   const T* rows[L::width];
+  const bool together = !scattered || job.together(begin, count);
+  const T* first = scattered ? job.row(begin) : job.rows + begin * job.dim;
   for (int r = 0; r < L::width; ++r) {  // rows past the end repeat the last one and are not stored
-    rows[r] = job.row(begin + (r < count ? r : count - 1));
+    const int at = r < count ? r : count - 1;
+    rows[r] = together ? first + std::int64_t{at} * job.dim : job.row(begin + at);
   }
   typename L::reg partial[heads][L::width];
   const float* q = job.q + std::int64_t{first_head} * job.dim;
@@ -81,49 +85,59 @@ void score_block(const score_job<T>& job, int first_head, std::int64_t begin, in
 }
 
 // All heads against a block while its bytes are near, then the next block.
-template <class L, class T>
-void score_rows(const score_job<T>& job) {
+template <class L, class T, bool scattered>
+void score_all(const score_job<T>& job) {
   for (std::int64_t begin = 0; begin < job.n; begin += L::width) {
     const std::int64_t left = job.n - begin;
     const int count = left < L::width ? static_cast<int>(left) : L::width;
     for (int g = 0; g < job.group; g += heads_at_once) {
       switch (job.group - g) {
         case 1:
-          score_block<L, T, 1>(job, g, begin, count);
+          score_block<L, T, 1, scattered>(job, g, begin, count);
           break;
         case 2:
-          score_block<L, T, 2>(job, g, begin, count);
+          score_block<L, T, 2, scattered>(job, g, begin, count);
           break;
         case 3:
-          score_block<L, T, 3>(job, g, begin, count);
+          score_block<L, T, 3, scattered>(job, g, begin, count);
           break;
         default:
-          score_block<L, T, heads_at_once>(job, g, begin, count);
+          score_block<L, T, heads_at_once, scattered>(job, g, begin, count);
       }
     }
   }
 }
 
+template <class L, class T>
+void score_rows(const score_job<T>& job) {
+  job.scattered() ? score_all<L, T, true>(job) : score_all<L, T, false>(job);
+}
+
 // o[g, c ..] += weights x rows for `slabs` registers of channels; `first` < L::width channels of
 // the last register where they are not all there.
-template <class L, class T, int heads, int slabs, bool whole>
+template <class L, class T, int heads, int slabs, bool whole, bool scattered>
 [[gnu::always_inline]] inline void add_slab(const value_job<T>& job, int first_head,
                                             std::int64_t begin, int rows, int c, int first) {
   typename L::reg sum[heads][slabs];
   for (int g = 0; g < heads; ++g) {
     for (int j = 0; j < slabs; ++j) sum[g][j] = L::zero();
   }
-  const T* row = job.rows + begin * job.dim + c;
   const float* weight = job.weights + first_head * job.stride + begin;
-  for (int r = 0; r < rows; ++r, row += job.dim) {
-    typename L::reg p[heads];
-    for (int g = 0; g < heads; ++g) p[g] = L::set1(weight[g * job.stride + r]);
-    for (int j = 0; j < slabs; ++j) {
-      const T* at = row + j * L::width;
-      const typename L::reg v = whole ? L::widen(at) : L::widen_first(at, first);
-      for (int g = 0; g < heads; ++g) sum[g][j] = L::fmadd(p[g], v, sum[g][j]);
+  int r = 0;
+  do {  // once, where rows lie one after another
+    const T* row = (scattered ? job.row(begin + r) : job.rows + begin * job.dim) + c;
+    const int end =
+        scattered ? r + static_cast<int>(rows_together(job.pages, begin + r, rows - r)) : rows;
+    for (; r < end; ++r, row += job.dim) {
+      typename L::reg p[heads];
+      for (int g = 0; g < heads; ++g) p[g] = L::set1(weight[g * job.stride + r]);
+      for (int j = 0; j < slabs; ++j) {
+        const T* at = row + j * L::width;
+        const typename L::reg v = whole ? L::widen(at) : L::widen_first(at, first);
+        for (int g = 0; g < heads; ++g) sum[g][j] = L::fmadd(p[g], v, sum[g][j]);
+      }
     }
-  }
+  } while (scattered && r < rows);
   for (int g = 0; g < heads; ++g) {
     float* o = job.o + std::int64_t{first_head + g} * job.dim + c;
     for (int j = 0; j < slabs; ++j) {
@@ -137,40 +151,46 @@ template <class L, class T, int heads, int slabs, bool whole>
   }
 }
 
-template <class L, class T, int heads>
+template <class L, class T, int heads, bool scattered>
 void add_block(const value_job<T>& job, int first_head, std::int64_t begin, int rows) {
   constexpr int slabs = L::slabs_of[heads - 1];
   int c = 0;
   for (; c + slabs * L::width <= job.dim; c += slabs * L::width) {
-    add_slab<L, T, heads, slabs, true>(job, first_head, begin, rows, c, 0);
+    add_slab<L, T, heads, slabs, true, scattered>(job, first_head, begin, rows, c, 0);
   }
   for (; c + L::width <= job.dim; c += L::width) {
-    add_slab<L, T, heads, 1, true>(job, first_head, begin, rows, c, 0);
+    add_slab<L, T, heads, 1, true, scattered>(job, first_head, begin, rows, c, 0);
   }
-  if (c < job.dim) add_slab<L, T, heads, 1, false>(job, first_head, begin, rows, c, job.dim - c);
+  if (c < job.dim)
+    add_slab<L, T, heads, 1, false, scattered>(job, first_head, begin, rows, c, job.dim - c);
 }
 
-template <class L, class T>
-void add_rows(const value_job<T>& job) {
+template <class L, class T, bool scattered>
+void add_all(const value_job<T>& job) {
   for (std::int64_t begin = 0; begin < job.n; begin += value_block) {
     const std::int64_t left = job.n - begin;
     const int rows = left < value_block ? static_cast<int>(left) : value_block;
     for (int g = 0; g < job.group; g += heads_at_once) {
       switch (job.group - g) {
         case 1:
-          add_block<L, T, 1>(job, g, begin, rows);
+          add_block<L, T, 1, scattered>(job, g, begin, rows);
           break;
         case 2:
-          add_block<L, T, 2>(job, g, begin, rows);
+          add_block<L, T, 2, scattered>(job, g, begin, rows);
           break;
         case 3:
-          add_block<L, T, 3>(job, g, begin, rows);
+          add_block<L, T, 3, scattered>(job, g, begin, rows);
           break;
         default:
-          add_block<L, T, heads_at_once>(job, g, begin, rows);
+          add_block<L, T, heads_at_once, scattered>(job, g, begin, rows);
       }
     }
   }
+}
+
+template <class L, class T>
+void add_rows(const value_job<T>& job) {
+  job.scattered() ? add_all<L, T, true>(job) : add_all<L, T, false>(job);
 }
 
 template <class L>

@@ -162,20 +162,26 @@ template <int heads>
   }
 }
 
-// Pointers to 16 rows from `begin` on; past the end they repeat the last one.
+// Pointers to the job's 16 rows from `begin` on; past the end they repeat the last one.
+template <bool scattered>
 struct row_block {
   const std::int8_t* rows[16];
   int count;
-  row_block(const std::int8_t* codes, int dim, std::int64_t begin, std::int64_t n)
-      : count(n - begin < 16 ? static_cast<int>(n - begin) : 16) {
-    for (int r = 0; r < 16; ++r) rows[r] = codes + (begin + (r < count ? r : count - 1)) * dim;
+  row_block(const score_job<std::int8_t>& job, std::int64_t begin)
+      : count(job.n - begin < 16 ? static_cast<int>(job.n - begin) : 16) {
+    const bool together = !scattered || job.together(begin, count);
+    const std::int8_t* first = scattered ? job.row(begin) : job.rows + begin * job.dim;
+    for (int r = 0; r < 16; ++r) {
+      const int at = r < count ? r : count - 1;
+      rows[r] = together ? first + std::int64_t{at} * job.dim : job.row(begin + at);
+    }
   }
 };
 
-template <int heads>
+template <int heads, bool scattered>
 void score_integers(const score_job<std::int8_t>& job, const digit_row* q, int first_head,
                     std::int64_t begin) {
-  const row_block block(job.rows, job.dim, begin, job.n);
+  const row_block<scattered> block(job, begin);
   __m512i integers[heads];
   integer_block<heads>(q, job.dim, block.rows, integers);
   __m512 scale = _mm512_set1_ps(1.0F);
@@ -188,7 +194,8 @@ void score_integers(const score_job<std::int8_t>& job, const digit_row* q, int f
 }
 
 // Up to four heads: their digits, then all rows.
-void score_int8(const score_job<std::int8_t>& job) {
+template <bool scattered>
+void score_all(const score_job<std::int8_t>& job) {
   digit_row q[lanes::heads_at_once];
   for (int first = 0; first < job.group; first += lanes::heads_at_once) {
     const int left = job.group - first;
@@ -199,25 +206,30 @@ void score_int8(const score_job<std::int8_t>& job) {
     for (std::int64_t begin = 0; begin < job.n; begin += 16) {
       switch (heads) {
         case 1:
-          score_integers<1>(job, q, first, begin);
+          score_integers<1, scattered>(job, q, first, begin);
           break;
         case 2:
-          score_integers<2>(job, q, first, begin);
+          score_integers<2, scattered>(job, q, first, begin);
           break;
         case 3:
-          score_integers<3>(job, q, first, begin);
+          score_integers<3, scattered>(job, q, first, begin);
           break;
         default:
-          score_integers<4>(job, q, first, begin);
+          score_integers<4, scattered>(job, q, first, begin);
       }
     }
   }
 }
 
+void score_int8(const score_job<std::int8_t>& job) {
+  job.scattered() ? score_all<true>(job) : score_all<false>(job);
+}
+
 void digit_scores(const digit_row& query, int dim, const std::int8_t* codes, std::int64_t n,
                   std::int32_t* out) {
+  const score_job<std::int8_t> job = {nullptr, 1, dim, codes, nullptr, n, nullptr, 0};
   for (std::int64_t begin = 0; begin < n; begin += 16) {
-    const row_block block(codes, dim, begin, n);
+    const row_block<false> block(job, begin);
     __m512i integers;
     integer_block<1>(&query, dim, block.rows, &integers);
     _mm512_mask_storeu_epi32(out + begin, avx512_lanes::first(block.count), integers);

@@ -25,12 +25,9 @@ const float* as_floats(const T* values, std::int64_t count, float* buffer) {
 const float* as_floats(const float* values, std::int64_t, float*) { return values; }
 
 // `count` rows of a job from `begin` on as floats, one after another.
-template <class T>
-const float* rows_as_floats(const score_job<T>& job, std::int64_t begin, std::int64_t count,
-                            float* buffer) {
-  if (job.index == nullptr) {
-    return as_floats(job.rows + begin * job.dim, count * job.dim, buffer);
-  }
+template <class Job>
+const float* rows_as_floats(const Job& job, std::int64_t begin, std::int64_t count, float* buffer) {
+  if (job.together(begin, count)) return as_floats(job.row(begin), count * job.dim, buffer);
   for (std::int64_t i = 0; i < count; ++i) {
     float* to = buffer + i * job.dim;
     const float* from = as_floats(job.row(begin + i), job.dim, to);
@@ -79,7 +76,7 @@ void add_rows(const value_job<T>& job) {
   const int dim = job.dim;
   for (std::int64_t begin = 0; begin < job.n; begin += block_rows) {
     const std::int64_t rows = std::min<std::int64_t>(block_rows, job.n - begin);
-    const float* block = as_floats(job.rows + begin * dim, rows * dim, buffer);
+    const float* block = rows_as_floats(job, begin, rows, buffer);
     for (int g = 0; g < job.group; ++g) {
       add_block(job.weights + g * job.stride + begin, block, rows, dim,
                 job.o + std::int64_t{g} * dim);

@@ -107,14 +107,15 @@ void check_finite(const float* row, int n, int layer, int head, std::int64_t pos
                   position, what, at - row, *at));
 }
 
-// The rows of one kind (K or V) of one head, as the loops below see them.
+// The tail's rows of one kind (K or V) of one head, as the loops below see them.
 struct rows_view {
   const std::vector<half_bits>& half;
   const std::vector<float>& full;
   int dim;
+  row_pages pages;
   void load(std::int64_t slot, std::vector<float>& out) const {
     out.resize(static_cast<std::size_t>(dim));
-    const std::int64_t at = slot * dim;
+    const std::int64_t at = row_of(pages, slot) * dim;
     if (half.empty()) {
       std::copy_n(full.begin() + at, dim, out.begin());
       return;
@@ -123,17 +124,22 @@ struct rows_view {
   }
 };
 
-rows_view tail_keys(const kv_cache& cache, const head_store& s) {
-  return {s.tail_k, s.tail_k32, cache.shape().head_dim};
+rows_view tail_keys(const kv_cache& cache, int layer, int head) {
+  const payload_rows& rows = cache.payload(layer, head);
+  return {rows.tail_k, rows.tail_k32, cache.shape().head_dim,
+          cache.rows_of(layer, head, tier::tail)};
 }
-rows_view tail_values(const kv_cache& cache, const head_store& s) {
-  return {s.tail_v, s.tail_v32, cache.shape().value_dim};
+rows_view tail_values(const kv_cache& cache, int layer, int head) {
+  const payload_rows& rows = cache.payload(layer, head);
+  return {rows.tail_v, rows.tail_v32, cache.shape().value_dim,
+          cache.rows_of(layer, head, tier::tail)};
 }
 
 // First age-out of a short prompt: the tables come from all entries held.
-void calibrate_on_held(kv_cache& cache, head_store& store) {
+void calibrate_on_held(kv_cache& cache, int layer, int head) {
+  head_store& store = cache.head(layer, head);
   channel_range keys = key_range(cache), values = value_range(cache);
-  const rows_view k = tail_keys(cache, store), v = tail_values(cache, store);
+  const rows_view k = tail_keys(cache, layer, head), v = tail_values(cache, layer, head);
   std::vector<float> row;
   for (int slot = 0; slot < store.tail_size(); ++slot) {
     k.load(slot, row);
@@ -159,50 +165,64 @@ half_bits quantise_token(float* x, int n, const float* channel, std::int8_t* cod
   return scale;
 }
 
-// channel_grow: a value beyond channel c's scale raises it and rewrites the channel's codes.
-//   codes [rows, n], the rows quantised so far
-void grow_channel(float value, float& scale, std::int8_t* codes, std::int64_t rows, int n) {
+// The codes of one kind (K or V) of one head, and the channel scales and scalars they go by.
+struct code_rows {
+  std::vector<std::int8_t>& codes;
+  std::vector<half_bits>& scalars;
+  std::vector<float>& channel;
+  int dim;
+  row_pages pages;
+  std::int8_t* row(std::int64_t slot) { return codes.data() + row_of(pages, slot) * dim; }
+  half_bits& scalar(std::int64_t slot) {
+    return scalars[static_cast<std::size_t>(row_of(pages, slot))];
+  }
+};
+
+// channel_grow: a value beyond channel c's scale raises it and rewrites the channel's codes in the
+// first `slots` slots.
+void grow_channel(float value, int c, code_rows& to, std::int64_t slots) {
+  float& scale = to.channel[static_cast<std::size_t>(c)];
   const float grown =
       std::max(1.5F * (std::fabs(value) / largest_code), std::numeric_limits<float>::min());
-  for (std::int64_t r = 0; r < rows; ++r) {
-    codes[r * n] = to_code(static_cast<float>(codes[r * n]) * scale / grown);
+  for (std::int64_t s = 0; s < slots; ++s) {
+    std::int8_t& code = to.row(s)[c];
+    code = to_code(static_cast<float>(code) * scale / grown);
   }
   scale = grown;
 }
 
-// Codes of the row after `rows` earlier ones under per-channel scales.
-//   x [n], scales [n], codes [rows + 1, n]
-void quantise_channels(const float* x, int n, float* scales, std::int8_t* codes, std::int64_t rows,
-                       bool grow, storage_events& events) {
-  std::int8_t* out = codes + rows * n;
-  for (int c = 0; c < n; ++c) {
-    const double reach = 127.0 * static_cast<double>(scales[c]);
+// Codes of the row of a slot that follows all others, under per-channel scales.
+//   x [dim]
+void quantise_channels(const float* x, code_rows& to, std::int64_t slot, bool grow,
+                       storage_events& events) {
+  std::int8_t* out = to.row(slot);
+  for (int c = 0; c < to.dim; ++c) {
+    const float& scale = to.channel[static_cast<std::size_t>(c)];
+    const double reach = 127.0 * static_cast<double>(scale);
     if (std::fabs(static_cast<double>(x[c])) > reach) {
       if (grow) {
-        grow_channel(x[c], scales[c], codes + c, rows, n);
+        grow_channel(x[c], c, to, slot);
         ++events.requantised;
       } else {
         ++events.clipped;
       }
     }
     // A channel that calibration saw as all zero has scale 0: what it clips becomes 0.
-    out[c] = scales[c] > 0 ? to_code(x[c] / scales[c]) : std::int8_t{0};
+    out[c] = scale > 0 ? to_code(x[c] / scale) : std::int8_t{0};
   }
 }
 
-// Appends one row of K or V to the body.
-void push_row(float* x, int n, const storage_format& format, std::vector<float>& channel,
-              std::vector<std::int8_t>& codes, std::vector<half_bits>& scales,
-              storage_events& events) {
-  const std::size_t at = codes.size();
-  codes.resize(at + static_cast<std::size_t>(n));
-  if (per_token(format.scales)) {
-    scales.push_back(
-        quantise_token(x, n, channel.empty() ? nullptr : channel.data(), codes.data() + at));
-  } else {
-    quantise_channels(x, n, channel.data(), codes.data(), static_cast<std::int64_t>(at) / n,
-                      format.scales == scale_format::channel_grow, events);
+// Quantises one row of K or V into a body slot that follows all others. False where the row is too
+// large for a float16 scalar.
+bool write_codes(float* x, const storage_format& format, code_rows to, std::int64_t slot,
+                 storage_events& events) {
+  if (!per_token(format.scales)) {
+    quantise_channels(x, to, slot, format.scales == scale_format::channel_grow, events);
+    return true;
   }
+  const float* channel = to.channel.empty() ? nullptr : to.channel.data();
+  to.scalar(slot) = quantise_token(x, to.dim, channel, to.row(slot));
+  return is_finite_half(to.scalar(slot));
 }
 
 // Slots of the tail whose time has come, oldest first.
@@ -224,21 +244,27 @@ std::vector<int> aged_slots(const head_store& store, const storage_format& forma
 // Moves the given tail slots of one head to the body.
 void age_head(kv_cache& cache, int layer, int head, const std::vector<int>& slots) {
   head_store& store = cache.head(layer, head);
-  const rows_view k = tail_keys(cache, store), v = tail_values(cache, store);
+  const std::int64_t held = store.body_size();
+  cache.resize_payload(layer, head, tier::body, held + static_cast<std::int64_t>(slots.size()));
+  const rows_view k = tail_keys(cache, layer, head), v = tail_values(cache, layer, head);
+  const cache_shape& shape = cache.shape();
+  payload_rows& rows = cache.payload(layer, head);
+  const row_pages pages = cache.rows_of(layer, head, tier::body);
+  const code_rows key_codes = {rows.body_k, rows.body_k_scale, store.k_channel_scale,
+                               shape.head_dim, pages};
+  const code_rows value_codes = {rows.body_v, rows.body_v_scale, store.v_channel_scale,
+                                 shape.value_dim, pages};
   storage_events& events = cache.events(layer);
   std::vector<std::uint8_t> stays(static_cast<std::size_t>(store.tail_size()), 1);
-  std::vector<float> row;
+  std::vector<float> key, value;
   for (const int slot : slots) {
     const auto at = static_cast<std::size_t>(slot);
     const std::int32_t position = store.tail_position[at];
-    k.load(slot, row);
-    push_row(row.data(), k.dim, cache.format(), store.k_channel_scale, store.body_k,
-             store.body_k_scale, events);
-    v.load(slot, row);
-    push_row(row.data(), v.dim, cache.format(), store.v_channel_scale, store.body_v,
-             store.body_v_scale, events);
-    if (per_token(cache.format().scales) &&
-        !(is_finite_half(store.body_k_scale.back()) && is_finite_half(store.body_v_scale.back()))) {
+    k.load(slot, key);
+    v.load(slot, value);
+    const std::int64_t to = store.body_size();
+    if (!write_codes(key.data(), cache.format(), key_codes, to, events) ||
+        !write_codes(value.data(), cache.format(), value_codes, to, events)) {
       throw std::domain_error(
           fmt::format("quantise: layer {}, head {}, position {}: the row is too large for a "
                       "float16 scalar over the calibrated channel scales",
@@ -257,7 +283,7 @@ void age_head(kv_cache& cache, int layer, int head, const std::vector<int>& slot
 // Tail rows are finite since append; this guards what is written once and never checked again.
 void check_slots(const kv_cache& cache, int layer, int head, const std::vector<int>& slots) {
   const head_store& store = cache.head(layer, head);
-  const rows_view k = tail_keys(cache, store), v = tail_values(cache, store);
+  const rows_view k = tail_keys(cache, layer, head), v = tail_values(cache, layer, head);
   std::vector<float> row;
   for (const int slot : slots) {
     const std::int32_t position = store.tail_position[static_cast<std::size_t>(slot)];
@@ -312,7 +338,7 @@ void age(kv_cache& cache, int layer, std::int32_t step) {
       std::vector<int> held(static_cast<std::size_t>(store.tail_size()));
       std::iota(held.begin(), held.end(), 0);
       check_slots(cache, layer, h, held);
-      calibrate_on_held(cache, store);
+      calibrate_on_held(cache, layer, h);
     }
     check_slots(cache, layer, h, slots);
     age_head(cache, layer, h, slots);

@@ -26,95 +26,74 @@ std::uint64_t ordered(std::int32_t position) {
   return static_cast<std::uint32_t>(position) ^ 0x80000000u;
 }
 
-// One tier's arrays side by side, so that an entry moves as one thing.
-template <class T>
-void copy_row(std::vector<T>& rows, std::int64_t dim, std::int64_t from, std::int64_t to) {
-  if (!rows.empty()) std::copy_n(rows.begin() + from * dim, dim, rows.begin() + to * dim);
-}
-template <class T>
-void cut_rows(std::vector<T>& rows, std::int64_t dim, std::int64_t n) {
-  if (!rows.empty()) rows.resize(static_cast<std::size_t>(n * dim));
-}
+// One tier of one head: its arrays side by side, so that an entry moves as one thing.
+struct tier_entries {
+  kv_cache& cache;
+  int layer, head;
+  tier which;
+  head_store& store;
+  payload_rows& rows;
+  row_pages pages;
 
-struct tail_tier {
-  head_store& s;
-  std::int64_t k, v;  // channels
+  tier_entries(kv_cache& c, int l, int h, tier t)
+      : cache(c),
+        layer(l),
+        head(h),
+        which(t),
+        store(c.head(l, h)),
+        rows(c.payload(l, h)),
+        pages(c.rows_of(l, h, t)) {}
+  std::vector<std::int32_t>& positions() {
+    return which == tier::tail ? store.tail_position : store.body_position;
+  }
+  std::vector<float>& scores() { return which == tier::tail ? store.tail_score : store.body_score; }
   void move(std::int64_t from, std::int64_t to) {
-    copy_row(s.tail_k, k, from, to);
-    copy_row(s.tail_v, v, from, to);
-    copy_row(s.tail_k32, k, from, to);
-    copy_row(s.tail_v32, v, from, to);
-    copy_row(s.tail_position, 1, from, to);
-    copy_row(s.tail_score, 1, from, to);
+    copy_row(rows, cache.widths(), which, row_of(pages, from), row_of(pages, to));
+    const auto source = static_cast<std::size_t>(from), target = static_cast<std::size_t>(to);
+    positions()[target] = positions()[source];
+    scores()[target] = scores()[source];
   }
   void cut(std::int64_t n) {
-    cut_rows(s.tail_k, k, n);
-    cut_rows(s.tail_v, v, n);
-    cut_rows(s.tail_k32, k, n);
-    cut_rows(s.tail_v32, v, n);
-    cut_rows(s.tail_position, 1, n);
-    cut_rows(s.tail_score, 1, n);
-  }
-};
-
-struct body_tier {
-  head_store& s;
-  std::int64_t k, v;
-  void move(std::int64_t from, std::int64_t to) {
-    copy_row(s.body_k, k, from, to);
-    copy_row(s.body_v, v, from, to);
-    copy_row(s.body_k_scale, 1, from, to);
-    copy_row(s.body_v_scale, 1, from, to);
-    copy_row(s.body_position, 1, from, to);
-    copy_row(s.body_score, 1, from, to);
-  }
-  void cut(std::int64_t n) {
-    cut_rows(s.body_k, k, n);
-    cut_rows(s.body_v, v, n);
-    cut_rows(s.body_k_scale, 1, n);
-    cut_rows(s.body_v_scale, 1, n);
-    cut_rows(s.body_position, 1, n);
-    cut_rows(s.body_score, 1, n);
+    cache.resize_payload(layer, head, which, n);
+    positions().resize(static_cast<std::size_t>(n));
+    scores().resize(static_cast<std::size_t>(n));
   }
 };
 
 // Holes from the front are filled with kept entries from the end.
-template <class Tier>
-void fill_holes(Tier& tier, std::span<const std::uint8_t> keep) {
+void fill_holes(tier_entries& entries, std::span<const std::uint8_t> keep) {
   auto hole = std::int64_t{0};
   auto last = static_cast<std::int64_t>(keep.size()) - 1;
   while (true) {
     while (hole <= last && keep[static_cast<std::size_t>(hole)] != 0) ++hole;
     while (hole <= last && keep[static_cast<std::size_t>(last)] == 0) --last;
     if (hole > last) break;
-    tier.move(last--, hole++);
+    entries.move(last--, hole++);
   }
-  tier.cut(hole);
+  entries.cut(hole);
 }
 
 // Kept entries move up in their order.
-template <class Tier>
-void gather(Tier& tier, std::span<const std::uint8_t> keep) {
+void gather(tier_entries& entries, std::span<const std::uint8_t> keep) {
   std::int64_t to = 0;
   for (std::size_t from = 0; from < keep.size(); ++from) {
     if (keep[from] == 0) continue;
-    if (to != static_cast<std::int64_t>(from)) tier.move(static_cast<std::int64_t>(from), to);
+    if (to != static_cast<std::int64_t>(from)) entries.move(static_cast<std::int64_t>(from), to);
     ++to;
   }
-  tier.cut(to);
+  entries.cut(to);
 }
 
-template <class Tier>
-int compact_tier(Tier tier, std::span<const std::uint8_t> keep) {
+int compact_tier(tier_entries entries, std::span<const std::uint8_t> keep) {
   constexpr std::size_t few = 8;  // up to one in eight leaves: fewer rows move than by a gather
   const std::size_t leaving =
       keep.size() - static_cast<std::size_t>(std::count_if(keep.begin(), keep.end(),
                                                            [](std::uint8_t k) { return k != 0; }));
   if (leaving == 0) return 0;
   if (leaving * few <= keep.size()) {
-    fill_holes(tier, keep);
+    fill_holes(entries, keep);
   } else {
-    gather(tier, keep);
+    gather(entries, keep);
   }
   return static_cast<int>(leaving);
 }
@@ -255,9 +234,8 @@ int compact(kv_cache& cache, int layer, int kv_head, std::span<const std::uint8_
                                             layer, kv_head, keep.size(), store.size()));
   }
   const auto body = static_cast<std::size_t>(store.body_size());
-  const cache_shape& shape = cache.shape();
-  return compact_tier(body_tier{store, shape.head_dim, shape.value_dim}, keep.first(body)) +
-         compact_tier(tail_tier{store, shape.head_dim, shape.value_dim}, keep.subspan(body));
+  return compact_tier({cache, layer, kv_head, tier::body}, keep.first(body)) +
+         compact_tier({cache, layer, kv_head, tier::tail}, keep.subspan(body));
 }
 
 select_result select(const select_item& item) {

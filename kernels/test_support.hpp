@@ -111,22 +111,36 @@ struct stored_entries {
 
 inline stored_entries read_entries(const kv_cache& cache, int layer, int head) {
   const head_store& s = cache.head(layer, head);
-  const auto body = [](const std::vector<std::int8_t>& codes, const std::vector<half_bits>& scalars,
-                       const std::vector<float>& table, int dim, std::vector<double>& out) {
-    for (std::size_t i = 0; i < codes.size(); ++i) {
-      const std::size_t row = i / static_cast<std::size_t>(dim);
-      const double scalar = scalars.empty() ? 1.0 : half_value(scalars[row]);
-      const double channel = table.empty() ? 1.0 : table[i % static_cast<std::size_t>(dim)];
-      out.push_back(codes[i] * scalar * channel);
+  const payload_rows& rows = cache.payload(layer, head);
+  const cache_shape& shape = cache.shape();
+  const row_pages body = cache.rows_of(layer, head, tier::body);
+  const row_pages tail = cache.rows_of(layer, head, tier::tail);
+  const auto at = [](const row_pages& pages, int slot, int dim, int c) {
+    return static_cast<std::size_t>(row_of(pages, slot) * dim + c);
+  };
+  const auto read = [&](const std::vector<std::int8_t>& codes,
+                        const std::vector<half_bits>& scalars, const std::vector<float>& table,
+                        const std::vector<half_bits>& halves, const std::vector<float>& floats,
+                        int dim, std::vector<double>& out) {
+    for (int slot = 0; slot < s.body_size(); ++slot) {
+      const double scalar = scalars.empty() ? 1.0 : half_value(scalars[at(body, slot, 1, 0)]);
+      for (int c = 0; c < dim; ++c) {
+        const double channel = table.empty() ? 1.0 : table[static_cast<std::size_t>(c)];
+        out.push_back(codes[at(body, slot, dim, c)] * scalar * channel);
+      }
+    }
+    for (int slot = 0; slot < s.tail_size(); ++slot) {
+      for (int c = 0; c < dim; ++c) {
+        const std::size_t i = at(tail, slot, dim, c);
+        out.push_back(halves.empty() ? static_cast<double>(floats[i]) : half_value(halves[i]));
+      }
     }
   };
   stored_entries e;
-  body(s.body_k, s.body_k_scale, s.k_channel_scale, cache.shape().head_dim, e.k);
-  body(s.body_v, s.body_v_scale, s.v_channel_scale, cache.shape().value_dim, e.v);
-  for (const half_bits h : s.tail_k) e.k.push_back(half_value(h));
-  for (const half_bits h : s.tail_v) e.v.push_back(half_value(h));
-  e.k.insert(e.k.end(), s.tail_k32.begin(), s.tail_k32.end());
-  e.v.insert(e.v.end(), s.tail_v32.begin(), s.tail_v32.end());
+  read(rows.body_k, rows.body_k_scale, s.k_channel_scale, rows.tail_k, rows.tail_k32,
+       shape.head_dim, e.k);
+  read(rows.body_v, rows.body_v_scale, s.v_channel_scale, rows.tail_v, rows.tail_v32,
+       shape.value_dim, e.v);
   return e;
 }
 
