@@ -350,8 +350,10 @@ std::uint64_t param_reader::seed(std::string_view key, std::string_view help) {
 int param_reader::choice(std::string_view key, std::vector<std::string_view> choices,
                          std::string_view help, int fallback) {
   auto chosen = choices.begin() + fallback;
-  if (const std::string* given =
-          declare(key, std::string(*chosen), fmt::format("{}", fmt::join(choices, " | ")), help)) {
+  const std::string* given =
+      declare(key, std::string(*chosen), fmt::format("{}", fmt::join(choices, " | ")), help);
+  docs_.back().numeric = false;
+  if (given != nullptr) {
     chosen = std::find(choices.begin(), choices.end(), *given);
     if (chosen == choices.end()) {
       refuse(key, fmt::format("expected {}{}", fmt::join(choices, " | "),
@@ -383,7 +385,9 @@ amount param_reader::size(std::string_view key, std::optional<amount> fallback,
 std::string param_reader::text(std::string_view key, std::string_view fallback,
                                std::string_view help) {
   std::string value(fallback);
-  if (const std::string* given = declare(key, escape(fallback), "text", help)) {
+  const std::string* given = declare(key, escape(fallback), "text", help);
+  docs_.back().numeric = false;
+  if (given != nullptr) {
     std::optional<std::string> plain = unescape(*given);
     if (!plain) refuse(key, "in text, '%' may only stand in %2C %3A %2B %25");
     value = std::move(*plain);

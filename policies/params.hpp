@@ -21,6 +21,7 @@ inline constexpr int no_upper_limit = std::numeric_limits<int>::max();
 
 struct param_doc {
   std::string name, default_text, range_text, help;
+  bool numeric = true;  // sweep and tune read lists and ranges in it
 };
 
 enum class reader_mode : std::uint8_t { reading, documenting };
