@@ -146,7 +146,7 @@ result read_row(const json& value, const std::string& where) {
   result out;
   row.text("trace", out.trace, true);
   row.text("trace_fingerprint", out.trace_fingerprint);
-  row.integer("sequence", out.sequence, 0);
+  row.integer("sequence", out.sequence, -1);  // -1: a mean over sequences
   row.text("layers", out.layers);
   row.text("policy", out.policy, true);
   row.text("name", out.name);
@@ -156,10 +156,12 @@ result read_row(const json& value, const std::string& where) {
   row.integer("seed", out.seed, std::numeric_limits<std::int64_t>::min());
   row.text("status", out.status, true);
   row.text("note", out.note);
-  if (out.mode != "open" && out.mode != "closed") row.fail("mode", "is neither open nor closed");
+  if (out.mode != "open" && out.mode != "closed" && out.mode != "time") {
+    row.fail("mode", "is none of open, closed, time");
+  }
   if (out.status != "ok" && out.status != "failed") row.fail("status", "is neither ok nor failed");
   read_tokens(row, out);
-  for (const char* name : {"memory", "quality", "confidence", "events", "time", "match"}) {
+  for (const char* name : {"memory", "quality", "confidence", "events", "time", "match", "sweep"}) {
     read_section(row, name, out);
   }
   read_intervals(row, out);

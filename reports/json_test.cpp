@@ -92,7 +92,8 @@ TEST_CASE("keys stand in the order of the schema, and what was not measured is n
                                          "tokens",     "memory",
                                          "quality",    "quality_ci",
                                          "confidence", "events",
-                                         "time",       "match"});
+                                         "time",       "match",
+                                         "sweep"});
   CHECK(all["schema"] == "kvreplay.results/1");
   CHECK(all["runs"][0]["quality"]["ppl"].is_null());
   CHECK(all["runs"][0]["tokens"]["prompt"].dump() == "5");
@@ -121,7 +122,7 @@ TEST_CASE("the reader names file and key of what it refuses") {
         std::string::npos);
   CHECK(error_of(edited("\"sequence\": 3", "\"sequence\": 3.5")).find("runs[0].sequence") !=
         std::string::npos);
-  CHECK(error_of(edited("\"sequence\": 3", "\"sequence\": -1")).find("runs[0].sequence") !=
+  CHECK(error_of(edited("\"sequence\": 3", "\"sequence\": -2")).find("runs[0].sequence") !=
         std::string::npos);
   CHECK(error_of(edited("\"sequence\": 3", "\"sequence\": 2147483648")).find("sequence") !=
         std::string::npos);

@@ -71,6 +71,9 @@ struct result {
 
   // --match-bytes: the factor applied to every budget, and the difference left.
   maybe budget_factor, match_difference;
+  // sweep and tune. pareto: 1 where no other row is better in both bytes and the chosen quality.
+  // sequences: how many rows an aggregated row (sequence -1) is the mean of.
+  maybe pareto, sequences;
 };
 
 struct tool_info {
@@ -85,9 +88,9 @@ struct report {
 
 // Calls visit(section, name, maybe&) for every number, in the order of results.json; sections are
 // "tokens" (as numbers), "memory", "quality" (`more` last), "confidence", "events", "time",
-// "match". Section and name are string_views. Const and mutable: with a mutable row, a visitor that
-// empties a count of `tokens` sets it to 0. Writers and the comparison are written over this walk,
-// never field by field.
+// "match", "sweep". Section and name are string_views. Const and mutable: with a mutable row, a
+// visitor that empties a count of `tokens` sets it to 0. Writers and the comparison are written
+// over this walk, never field by field.
 template <typename Result, typename Visitor>
 void for_each_number(Result& r, Visitor&& visit);
 

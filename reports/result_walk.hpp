@@ -136,6 +136,7 @@ void for_each_number(Result& r, Visitor&& visit) {
   detail::visit_all<number>(
       "match", {{"budget_factor", &r.budget_factor}, {"match_difference", &r.match_difference}},
       visit);
+  detail::visit_all<number>("sweep", {{"pareto", &r.pareto}, {"sequences", &r.sequences}}, visit);
 }
 
 }  // namespace kvreplay::reports

@@ -1,0 +1,27 @@
+// pareto: which rows nobody beats in bytes and quality at once, and which quality that is.
+#pragma once
+
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "reports/result.hpp"
+
+namespace kvreplay::reports {
+
+// True for a metric of which more is better (recall, agreement ...), by its name in `quality`.
+bool higher_is_better(std::string_view metric);
+
+// The number `quality.<metric>` of a row; empty where there is none of that name.
+maybe quality_of(const result& row, std::string_view metric);
+
+// The first of logit_kl, kl_proxy, residual_rel_l2, output_rel_l2 and attention_recall that every
+// good row has; empty where there is none.
+std::string_view common_quality(std::span<const result> rows);
+
+// Sets `pareto` to 1 or 0 in every good row that has mean_bytes and the metric: 1 where no other
+// such row has at most its bytes and at least its quality and is better in one of them. Rows of
+// different trace, sequence or mode do not compare.
+void mark_pareto(std::span<result> rows, std::string_view metric);
+
+}  // namespace kvreplay::reports
