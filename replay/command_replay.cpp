@@ -27,10 +27,6 @@
 namespace kvreplay::replay {
 namespace {
 
-constexpr const char* open_loop_line =
-    "open loop: recorded activations; what evicted context changes in later hidden states is left "
-    "out";
-
 // --match-bytes: a policy whose mean bytes are the target, or a size.
 struct match_target {
   std::optional<policies::policy> policy;

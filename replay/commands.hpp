@@ -63,6 +63,14 @@ struct replay_command {
 };
 int run_replay(const common_options& common, const replay_command& command);
 
+struct sweep_command {
+  std::vector<std::string> traces, policies, outputs;
+  std::string quality = "auto", shard;
+  std::int64_t batch_points = 32, skip = 0;
+  bool no_bound = false, recover = false, resume = false;
+};
+int run_sweep(const common_options& common, const sweep_command& command);
+
 struct time_command {
   std::string trace;
   std::vector<std::string> policies, outputs;

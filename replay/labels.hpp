@@ -9,6 +9,11 @@
 
 namespace kvreplay::replay {
 
+// What every table of open-loop rows says.
+inline constexpr const char* open_loop_line =
+    "open loop: recorded activations; what evicted context changes in later hidden states is left "
+    "out";
+
 // One per row: the policy with those of its parameters that are not as by default.
 std::vector<std::string> labels_of(std::span<const reports::result> rows);
 

@@ -3,6 +3,7 @@
 #include <tbb/global_control.h>
 
 #include <CLI/CLI.hpp>
+#include <chrono>
 #include <cstdio>
 #include <exception>
 #include <functional>
@@ -12,6 +13,7 @@
 
 #include "policies/policy.hpp"
 #include "replay/commands.hpp"
+#include "replay/ranks.hpp"
 #include "reports/text.hpp"
 
 namespace {
@@ -25,6 +27,7 @@ struct command_line {
   inspect_command inspect;
   policies_command policies;
   replay_command replay;
+  sweep_command sweep;
   time_command time;
 };
 
@@ -186,6 +189,39 @@ void add_replay(CLI::App& app, command_line& line) {
   add_device(*sub, line.common);
 }
 
+void add_sweep(CLI::App& app, command_line& line) {
+  auto& c = line.sweep;
+  auto* sub = app.add_subcommand("sweep", "Run grids of policies and mark the Pareto front");
+  sub->add_option("traces", c.traces, "Traces")->required();
+  sub->add_option("-p,--policy", c.policies,
+                  "SPEC with lists and ranges: tau=0.3..0.9..0.05, high=128/256/512")
+      ->required()
+      ->take_all()
+      ->expected(1)
+      ->allow_extra_args(false);
+  sub->add_option("-o,--output", c.outputs, "Results file, .json or .csv; may be repeated")
+      ->take_all()
+      ->expected(1)
+      ->allow_extra_args(false);
+  sub->add_option("--quality", c.quality,
+                  "Metric of the Pareto front [kl_proxy, residual_rel_l2 or output_rel_l2, the "
+                  "first that all rows have]");
+  sub->add_option("--batch-points", c.batch_points, "Points that share one pass over a trace")
+      ->check(CLI::Range(1, 1 << 20))
+      ->capture_default_str();
+  sub->add_option("--shard", c.shard, "i/n: only the i-th of n parts, for job arrays");
+  sub->add_option("--skip", c.skip, "Leave the first N decode steps out of the metrics")
+      ->check(CLI::Range(std::int64_t{0}, std::int64_t{1} << 40))
+      ->capture_default_str();
+  sub->add_flag("--no-bound", c.no_bound, "Skip recall_bound: a step then costs O(budget)");
+  sub->add_flag("--recover", c.recover, "Read unfinished recordings up to their last whole step");
+  sub->add_flag("--resume", c.resume, "Keep finished rows of an interrupted run of this command");
+  sub->footer(
+      "Example:\n  kvreplay sweep run.h5 -p confkv:tau=0.3..0.9..0.1,high=128/256 -o sweep.json");
+  add_common(*sub, line.common);
+  add_device(*sub, line.common);
+}
+
 void add_time(CLI::App& app, command_line& line) {
   auto& c = line.time;
   auto* sub = app.add_subcommand("time", "Time the kernels on a policy's real lengths");
@@ -218,6 +254,7 @@ int dispatch(const CLI::App& app, const command_line& line) {
   if (app.got_subcommand("synth")) return run_synth(line.common, line.synth);
   if (app.got_subcommand("inspect")) return run_inspect(line.common, line.inspect);
   if (app.got_subcommand("policies")) return run_policies(line.policies);
+  if (app.got_subcommand("sweep")) return run_sweep(line.common, line.sweep);
   if (app.got_subcommand("time")) return run_time(line.common, line.time);
   return run_replay(line.common, line.replay);
 }
@@ -227,6 +264,19 @@ int complain(const char* what, int code) {
   fmt::print(stderr, "kvreplay: {}\n",
              kvreplay::reports::escape_bytes(what, kvreplay::reports::controls::none));
   return code;
+}
+
+// An exception as a line and an exit code.
+int explain(const std::exception_ptr& thrown) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const usage_error& e) {
+    return complain(e.what(), exit_usage);
+  } catch (const kvreplay::policies::spec_error& e) {
+    return complain(e.what(), exit_usage);
+  } catch (const std::exception& e) {
+    return complain(e.what(), exit_failed);
+  }
 }
 
 int parse_and_run(int argc, char** argv) {
@@ -242,6 +292,7 @@ int parse_and_run(int argc, char** argv) {
   add_inspect(app, line);
   add_policies(app, line);
   add_replay(app, line);
+  add_sweep(app, line);
   add_time(app, line);
   try {
     app.parse(argc, argv);
@@ -250,13 +301,22 @@ int parse_and_run(int argc, char** argv) {
   } catch (const CLI::ParseError& e) {
     return complain(fmt::format("{} (see kvreplay --help)", e.what()).c_str(), exit_usage);
   }
-  const int threads = line.common.threads > 0
-                          ? line.common.threads
-                          : static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
+  ranks_session ranks;
+  const int cores = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
+  const int threads = line.common.threads > 0 ? line.common.threads
+                                              : std::max(1, cores / this_rank().on_this_machine);
   line.common.threads = threads;
   const tbb::global_control limit(tbb::global_control::max_allowed_parallelism,
                                   static_cast<size_t>(threads));
-  return dispatch(app, line);
+  try {
+    return dispatch(app, line);
+  } catch (...) {
+    // What fails on every rank is told once, by rank 0, which then ends the others.
+    if (this_rank().rank != 0) std::this_thread::sleep_for(std::chrono::milliseconds(500));
+    const int code = explain(std::current_exception());
+    ranks.abort(code);
+    return code;
+  }
 }
 
 }  // namespace
@@ -264,11 +324,7 @@ int parse_and_run(int argc, char** argv) {
 int main(int argc, char** argv) {
   try {
     return parse_and_run(argc, argv);
-  } catch (const usage_error& e) {
-    return complain(e.what(), exit_usage);
-  } catch (const kvreplay::policies::spec_error& e) {
-    return complain(e.what(), exit_usage);
-  } catch (const std::exception& e) {
-    return complain(e.what(), exit_failed);
+  } catch (...) {
+    return explain(std::current_exception());
   }
 }

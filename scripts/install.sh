@@ -9,7 +9,8 @@ packages=()
 for part in "$@"; do
   case "$part" in
     build) packages+=(g++ cmake ninja-build git libhdf5-dev libcli11-dev libfmt-dev
-             nlohmann-json3-dev libopenblas-dev libtbb-dev doctest-dev libbenchmark-dev) ;;
+             nlohmann-json3-dev libopenblas-dev libtbb-dev libopenmpi-dev openmpi-bin doctest-dev
+             libbenchmark-dev) ;;
     test) packages+=(clang-format python3 python3-venv) ;;
     text) packages+=(jargon-text) ;;
     *) echo "install.sh: unknown part $part" >&2; exit 2 ;;
