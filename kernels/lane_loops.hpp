@@ -56,11 +56,14 @@ template <class L, class T, int heads, bool scattered>
 void score_block(const score_job<T>& job, int first_head, std::int64_t begin, int count) {
   constexpr int tokens = L::tokens_of[heads - 1];
   const T* rows[L::width];
-  const bool together = !scattered || job.together(begin, count);
-  const T* first = scattered ? job.row(begin) : job.rows + begin * job.dim;
-  for (int r = 0; r < L::width; ++r) {  // rows past the end repeat the last one and are not stored
-    const int at = r < count ? r : count - 1;
-    rows[r] = together ? first + std::int64_t{at} * job.dim : job.row(begin + at);
+  // Rows past the end repeat the last one and are not stored.
+  if (!scattered || job.together(begin, count)) {
+    const T* first = scattered ? job.row(begin) : job.rows + begin * job.dim;
+    for (int r = 0; r < L::width; ++r) {
+      rows[r] = first + std::int64_t{r < count ? r : count - 1} * job.dim;
+    }
+  } else {
+    for (int r = 0; r < L::width; ++r) rows[r] = job.row(begin + (r < count ? r : count - 1));
   }
   typename L::reg partial[heads][L::width];
   const float* q = job.q + std::int64_t{first_head} * job.dim;

@@ -169,11 +169,13 @@ struct row_block {
   int count;
   row_block(const score_job<std::int8_t>& job, std::int64_t begin)
       : count(job.n - begin < 16 ? static_cast<int>(job.n - begin) : 16) {
-    const bool together = !scattered || job.together(begin, count);
-    const std::int8_t* first = scattered ? job.row(begin) : job.rows + begin * job.dim;
-    for (int r = 0; r < 16; ++r) {
-      const int at = r < count ? r : count - 1;
-      rows[r] = together ? first + std::int64_t{at} * job.dim : job.row(begin + at);
+    if (!scattered || job.together(begin, count)) {
+      const std::int8_t* first = scattered ? job.row(begin) : job.rows + begin * job.dim;
+      for (int r = 0; r < 16; ++r) {
+        rows[r] = first + std::int64_t{r < count ? r : count - 1} * job.dim;
+      }
+    } else {
+      for (int r = 0; r < 16; ++r) rows[r] = job.row(begin + (r < count ? r : count - 1));
     }
   }
 };

@@ -14,7 +14,7 @@ namespace kvreplay::policies {
 
 struct entry {
   std::string_view name = {};
-  std::string_view kind = {};        // "policy", "modifier" or "precision"
+  std::string_view kind = {};        // "policy", "modifier" or "precision" (how entries are stored)
   std::string_view slot = {};        // modifiers of one slot exclude each other; empty: no slot
   std::string_view idea = {};        // two sentences
   std::string_view source = {};      // paper, arXiv id, or "baseline"

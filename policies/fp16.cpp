@@ -5,7 +5,7 @@
 namespace kvreplay::policies {
 namespace {
 
-void apply(param_reader& /*params*/, policy& out) { out.precision = precision_rule{}; }
+void apply(param_reader& /*params*/, policy& out) { out.precision.body = body_kind::none; }
 
 }  // namespace
 

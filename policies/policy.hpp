@@ -97,6 +97,7 @@ struct precision_rule {
   scale_kind scales = scale_kind::hybrid;
   bool channel_static = false;  // update=static; default grow
   double margin = 1.25;
+  int page = 0;  // entries per page of the paged layout; 0: contiguous
 };
 
 // What a policy reads beyond q, k, v. A trace offers or refuses by name.

@@ -205,7 +205,7 @@ TEST_CASE("every policy with every modifier that fits it is idempotent too") {
       ++combinations;
     }
   }
-  CHECK(combinations == 48);
+  CHECK(combinations == 56);
 }
 
 TEST_CASE("params list every key, a modifier's with its name before it") {
@@ -323,6 +323,7 @@ TEST_CASE("parameters that exclude each other") {
   CHECK(error_of("confkv:w_entropy=0.3333333333,w_margin=0.3333333333,w_top=0.3333333333").empty());
   check_refused("confkv:w_entropy=0.333333333,w_margin=0.333333333,w_top=0.33333333",
                 {"expected 1"});
+  check_refused("h2o:budget=3+paged:page=24", {"page='24'", "power of two"});
   check_refused("h2o:budget=3+int8:update=grow", {"update='grow'", "scales=channel"});
   check_refused("h2o:budget=3+int8:scales=token,margin=2", {"margin='2'", "scales=channel"});
   check_refused("h2o:budget=3+int8:scales=channel,margin=2", {"margin='2'", "update=static"});

@@ -103,6 +103,7 @@ kernels::cache_shape cache_shape_for(const traces::model_info& model, std::span<
 
 kernels::storage_format storage_for(const policies::precision_rule& precision) {
   kernels::storage_format format;
+  format.page = precision.page;
   if (precision.body == policies::body_kind::none) return format;
   format.body = precision.body == policies::body_kind::int8 ? kernels::body_format::int8
                                                             : kernels::body_format::int4;

@@ -12,25 +12,47 @@
 namespace kvreplay::replay {
 namespace {
 
+using parameters = std::vector<std::pair<std::string, std::string>>;
+
+// "pyramid" of "pyramid.beta"; empty for the policy's own keys.
+std::string owner_of(const std::string& key) {
+  const auto dot = key.find('.');
+  return dot == std::string::npos ? "" : key.substr(0, dot);
+}
+
+bool has_owner(const parameters& params, const std::string& owner) {
+  return std::any_of(params.begin(), params.end(),
+                     [&](const auto& p) { return owner_of(p.first) == owner; });
+}
+
 // What a row's parameters are where the SPEC says nothing: those of its policy and modifiers named
-// bare. Budgets count as said always, so that a label shows them.
-std::vector<std::pair<std::string, std::string>> default_params(const reports::result& row) {
+// bare. Budgets count as said always, and so does the first key of a modifier that nothing else
+// shows (a precision has a column, a trigger may be there unsaid): a label shows them.
+parameters default_params(const reports::result& row) {
   std::string modifiers;
   std::string last;
   for (const auto& [key, value] : row.params) {
-    const auto dot = key.find('.');
-    if (dot == std::string::npos || key.substr(0, dot) == last) continue;
-    last = key.substr(0, dot);
+    const auto owner = owner_of(key);
+    if (owner.empty() || owner == last) continue;
+    last = owner;
     modifiers += fmt::format("+{}", last);
   }
   for (const char* required : {"", ":budget=1"}) {
     try {
-      auto params =
+      const auto bare = policies::parse_policy(fmt::format("{}{}", row.name, required)).params;
+      const auto all =
           policies::parse_policy(fmt::format("{}{}{}", row.name, required, modifiers)).params;
-      std::erase_if(params, [](const auto& p) {
-        return p.first == "budget" || p.first == "high" || p.first == "low";
-      });
-      return params;
+      parameters shown_where_other;
+      last.clear();
+      for (const auto& p : all) {
+        const auto owner = owner_of(p.first);
+        const bool first = owner != last;
+        last = owner;
+        if (p.first == "budget" || p.first == "high" || p.first == "low") continue;
+        if (first && !owner.empty() && owner != row.precision && !has_owner(bare, owner)) continue;
+        shown_where_other.push_back(p);
+      }
+      return shown_where_other;
     } catch (const policies::spec_error&) {
       continue;  // something in it is required: everything is shown
     }
