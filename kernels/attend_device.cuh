@@ -18,12 +18,12 @@ inline constexpr int largest_dim = 256;
 
 // A query against one KV head, and where its results go.
 struct attend_head {
-  const head_storage* storage = nullptr;  // entries and, unless the rule is none, their scores
-  const float* q = nullptr;               // [group, head_dim]
-  const float* sink = nullptr;            // [group], learned logits, or null
-  float* o = nullptr;                     // [group, value_dim]
-  float* lse = nullptr;                   // [group]
-  float* mass = nullptr;  // [body + tail], per_query_head: [group, mass_stride]; or null
+  head_storage* storage = nullptr;  // entries and, unless the rule is none, their scores
+  const float* q = nullptr;         // [group, head_dim]
+  const float* sink = nullptr;      // [group], learned logits, or null
+  float* o = nullptr;               // [group, value_dim]
+  float* lse = nullptr;             // [group]
+  float* mass = nullptr;            // [body + tail], per_query_head: [group, mass_stride]; or null
 };
 
 struct attend_batch {
@@ -31,7 +31,11 @@ struct attend_batch {
   int head_count = 0;
   int group = 1, head_dim = 0, value_dim = 0;
   float softmax_scale = 1;
-  int splits = 1;                          // blocks that share the entries of a head
+  int splits = 1;  // blocks that share the entries of a head
+  // What a block takes of each tier: an even part, or this many entries (a multiple of 32), so that
+  // a head's bits do not depend on the others of the batch. splits * split_entries must then reach
+  // the larger tier of every head.
+  int split_entries = 0;
   int most_entries = 0;                    // at least the largest body + tail of the batch
   mass_layout reduce = mass_layout::none;  // none, mean, max, sum or per_query_head
   std::int64_t mass_stride = 0;            // per_query_head only
@@ -43,24 +47,25 @@ struct attend_batch {
   float* partial_state = nullptr;  // [head_count, splits, group, 2]: reference exponent, sum
 };
 
-// The part of n entries that a split works on; multiples of `step`, the last one cut short.
+// The part of n entries of a tier that a split works on; multiples of `step`, the last one cut
+// short.
 struct entry_range {
   int begin, end;
 };
-SIMT_DEVICE entry_range split_range(int n, int splits, int split, int step) {
+SIMT_DEVICE entry_range split_range(const attend_batch& a, int n, int split, int step) {
   const int steps = (n + step - 1) / step;
-  const int per = (steps + splits - 1) / splits * step;
+  const int per = a.split_entries > 0 ? a.split_entries : (steps + a.splits - 1) / a.splits * step;
   const int begin = simt::lesser_of(split * per, n);
   return {begin, simt::lesser_of(begin + per, n)};
 }
 
 // Offset of (head, split, row) in the partial arrays, in rows.
-SIMT_DEVICE std::int64_t partial_row(const attend_batch& a, int head, int split, int row) {
+SIMT_EITHER std::int64_t partial_row(const attend_batch& a, int head, int split, int row) {
   return (std::int64_t{head} * a.splits + split) * a.group + row;
 }
 
 // The scores of query head `row` of KV head `head`.
-SIMT_DEVICE float* score_row(const attend_batch& a, int head, int row) {
+SIMT_EITHER float* score_row(const attend_batch& a, int head, int row) {
   return a.scores + (std::int64_t{head} * a.group + row) * a.most_entries;
 }
 

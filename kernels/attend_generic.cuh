@@ -74,8 +74,7 @@ SIMT_DEVICE void absorb_body(const attend_batch& a, const head_storage& h, const
   const int warp = static_cast<int>(simt::thread_index()) / simt::warp_size;
   const int head = static_cast<int>(simt::block_y());
   load_query(a, q, first_row, rows, h.k_channel_scale, s);
-  const entry_range part =
-      split_range(h.body, a.splits, static_cast<int>(simt::block_x()), generic_warps);
+  const entry_range part = split_range(a, h.body, static_cast<int>(simt::block_x()), generic_warps);
   for (int t = part.begin + warp; t < part.end; t += generic_warps) {
     absorb_entry(a, h.body_k + std::int64_t{t} * a.head_dim,
                  h.body_v + std::int64_t{t} * a.value_dim, simt::half_to_float(h.body_k_scale[t]),
@@ -96,8 +95,7 @@ SIMT_DEVICE void absorb_tail(const attend_batch& a, const head_storage& h, const
   const int warp = static_cast<int>(simt::thread_index()) / simt::warp_size;
   const int head = static_cast<int>(simt::block_y());
   load_query(a, q, first_row, rows, nullptr, s);
-  const entry_range part =
-      split_range(h.tail, a.splits, static_cast<int>(simt::block_x()), generic_warps);
+  const entry_range part = split_range(a, h.tail, static_cast<int>(simt::block_x()), generic_warps);
   for (int t = part.begin + warp; t < part.end; t += generic_warps) {
     absorb_entry(a, h.tail_k + std::int64_t{t} * a.head_dim,
                  h.tail_v + std::int64_t{t} * a.value_dim, 1.0F, 1.0F, head, first_row, rows,

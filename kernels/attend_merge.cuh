@@ -51,6 +51,9 @@ SIMT_DEVICE float updated_score(float score, float mass, score_rule rule, float 
   return score < 0 ? mass : decay * score + (1 - decay) * mass;
 }
 
+// Mass that no score can take: the host's update_scores refuses the same.
+SIMT_DEVICE bool is_bad_mass(float mass) { return !(mass >= 0 && mass <= 3.40282347e38F); }
+
 // One entry's mass over the group; per_query_head also writes the rows.
 SIMT_DEVICE float reduce_mass(const attend_batch& a, const attend_head& h, int head, int entry,
                               const float* states) {
@@ -73,7 +76,7 @@ SIMT_KERNEL SIMT_BOUNDS(attend_threads, 8) attend_merge_kernel(attend_batch a) {
   SIMT_SHARED(float, states, largest_group * 2);
   const int head = static_cast<int>(simt::block_y());
   const attend_head h = a.heads[head];
-  const head_storage& storage = *h.storage;
+  head_storage& storage = *h.storage;
   for (int row = static_cast<int>(simt::thread_index()); row < a.group; row += attend_threads) {
     float top, inverse;
     merge_states(a, h, head, row, top, inverse);
@@ -89,6 +92,7 @@ SIMT_KERNEL SIMT_BOUNDS(attend_threads, 8) attend_merge_kernel(attend_batch a) {
       const float mass = reduce_mass(a, h, head, e, states);
       if (h.mass != nullptr && a.reduce != mass_layout::per_query_head) h.mass[e] = mass;
       if (a.rule == score_rule::none) continue;
+      if (is_bad_mass(mass)) simt::atomic_or(&storage.fault, fault_mass);
       float* score =
           e < storage.body ? storage.body_score + e : storage.tail_score + (e - storage.body);
       *score = updated_score(*score, mass, a.rule, a.decay);

@@ -274,8 +274,7 @@ SIMT_DEVICE void absorb_body_tiles(const attend_batch& a, const head_storage& h,
                                    const staged_queries<dim>& q, mma_state<dim>& s) {
   constexpr int pieces = dim / 64, channels = dim / 8;
   const lane_place at = place();
-  const entry_range part =
-      split_range(h.body, a.splits, static_cast<int>(simt::block_x()), step_entries);
+  const entry_range part = split_range(a, h.body, static_cast<int>(simt::block_x()), step_entries);
   if (part.begin >= part.end) return;
   std::uint32_t query[dim / 32][4];
   SIMT_UNROLL
@@ -354,8 +353,7 @@ SIMT_DEVICE void absorb_tail_tiles(const attend_batch& a, const head_storage& h,
                                    const staged_queries<dim>& q, mma_state<dim>& s) {
   constexpr int channels = dim / 8;
   const lane_place at = place();
-  const entry_range part =
-      split_range(h.tail, a.splits, static_cast<int>(simt::block_x()), step_entries);
+  const entry_range part = split_range(a, h.tail, static_cast<int>(simt::block_x()), step_entries);
   if (part.begin >= part.end) return;
   std::uint32_t query[dim / 16][4];
   SIMT_UNROLL

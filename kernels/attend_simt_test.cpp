@@ -321,6 +321,30 @@ TEST_CASE("device attend: a query that is not finite shows in its own head alone
   CHECK(got.o[at(2 * 64 + 5)] == sound.o[at(2 * 64 + 5)]);
 }
 
+TEST_CASE("device attend: more heads than a grid can have go in several launches") {
+  const std::vector<attend_head> heads(70'000);
+  std::vector<float> scores(heads.size() * 2 * 3), outputs(heads.size() * 2 * 2 * 4),
+      states(heads.size() * 2 * 2 * 2);
+  attend_batch batch;
+  batch.heads = heads.data();
+  batch.head_count = 70'000;
+  batch.group = 2;
+  batch.value_dim = 4;
+  batch.splits = 2;
+  batch.most_entries = 3;
+  batch.scores = scores.data();
+  batch.partial_o = outputs.data();
+  batch.partial_state = states.data();
+  const attend_batch first = device::batch_part(batch, 0), rest = device::batch_part(batch, 65'535);
+  CHECK(first.head_count == 65'535);
+  CHECK(first.scores == batch.scores);
+  CHECK(rest.head_count == 70'000 - 65'535);
+  CHECK(rest.heads - batch.heads == 65'535);
+  CHECK(rest.scores - batch.scores == 65'535 * 2 * 3);
+  CHECK(rest.partial_o - batch.partial_o == 65'535 * 2 * 2 * 4);
+  CHECK(rest.partial_state - batch.partial_state == 65'535 * 2 * 2 * 2);
+}
+
 TEST_CASE("device attend: batches that cannot be are refused by name") {
   attend_batch batch;
   const auto message = [&batch] {

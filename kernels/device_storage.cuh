@@ -17,6 +17,8 @@ inline constexpr int fault_not_finite = 1;   // a key or value that is NaN, infi
 inline constexpr int fault_no_room = 2;      // a tier's capacity is used up
 inline constexpr int fault_scale_range = 4;  // a row too large for a float16 scalar
 inline constexpr int fault_score_is_nan = 8;
+inline constexpr int fault_mass = 16;      // attention mass that is NaN or infinite
+inline constexpr int fault_no_table = 32;  // an entry ages before its channel scales are known
 
 // One KV head of one item (layer, sequence, policy). The struct lies in device memory, lengths
 // included, so that a captured graph follows them. What stands beyond a length never matters.
@@ -38,6 +40,7 @@ struct head_storage {
   int body = 0, tail = 0;
   int body_capacity = 0, tail_capacity = 0;
   int fault = 0;
+  int quantised = 0;  // entries that have moved to the body so far
 };
 
 SIMT_DEVICE std::int32_t position_of(const head_storage& h, int entry) {

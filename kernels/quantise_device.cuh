@@ -25,6 +25,7 @@ struct append_batch {
   int head_dim = 0, value_dim = 0;
   int window = 0, sinks = 0;  // the tail keeps position > step - window and position < sinks
   bool ages = true;           // false: an FP16 cache, entries stay in the tail
+  bool needs_table = false;   // hybrid: a head without channel scales cannot age
 };
 
 // A row of one tier as a warp handles it: keys or values.
@@ -123,7 +124,9 @@ SIMT_KERNEL SIMT_BOUNDS(append_threads, 8) append_kernel(append_batch a) {
     const std::int32_t position = s.tail_position[slot];
     if (position > newest || position < a.sinks) continue;
     simt::sync_threads();  // found and the position have been read by all
-    const int problem = body < s.body_capacity ? quantise_row(rows, slot, body) : fault_no_room;
+    int problem = body < s.body_capacity ? 0 : fault_no_room;
+    if (a.needs_table && rows.channel == nullptr) problem = fault_no_table;
+    if (problem == 0) problem = quantise_row(rows, slot, body);
     if (lane_of_warp() == 0) found[warp] = problem;
     simt::sync_threads();
     fault |= found[0] | found[1];
@@ -141,6 +144,7 @@ SIMT_KERNEL SIMT_BOUNDS(append_threads, 8) append_kernel(append_batch a) {
   }
   simt::sync_threads();  // lengths have been read by all
   if (!first) return;
+  s.quantised += body - s.body;
   s.tail = tail;
   s.body = body;
   s.fault = fault;

@@ -13,14 +13,14 @@ struct select_head {
   head_storage* storage = nullptr;
   std::uint8_t* keep = nullptr;  // [most_entries], written: 1 = stays
   int budget = 1;
-  int layer = 0, head = 0;  // enter the hash: the layer's number in the model, the KV head
+  int layer = 0, head = 0;    // enter the hash: the layer's number in the model, the KV head
+  int sinks = 0, recent = 0;  // protected: positions below sinks, positions > step - recent
 };
 
 struct select_batch {
   const select_head* heads = nullptr;  // [head_count], in device memory
   int head_count = 0;
   std::int32_t step = 0;
-  int sinks = 0, recent = 0;
   rank_rule rule = rank_rule::position;
   float recency = 0;  // ema_log and ema_max
   std::uint64_t seed = 0;
@@ -45,8 +45,8 @@ SIMT_DEVICE std::uint32_t ordered_position(std::int32_t position) {
   return static_cast<std::uint32_t>(position) ^ 0x80000000u;
 }
 
-SIMT_DEVICE bool stays_by_rule(const select_batch& a, std::int32_t position) {
-  return position < a.sinks || position > std::int64_t{a.step} - a.recent;
+SIMT_DEVICE bool stays_by_rule(const select_batch& a, const select_head& h, std::int32_t position) {
+  return position < h.sinks || position > std::int64_t{a.step} - h.recent;
 }
 
 SIMT_DEVICE float score_of(const head_storage& s, int entry) {
@@ -91,9 +91,9 @@ SIMT_DEVICE float rank_of(const select_batch& a, const select_head& h, int entry
 SIMT_DEVICE std::uint64_t key_of(const select_batch& a, const select_head& h, int entry,
                                  const ranking& by) {
   const std::int32_t position = position_of(*h.storage, entry);
-  const bool guarded = stays_by_rule(a, position);
+  const bool guarded = stays_by_rule(a, h, position);
   if (by.crowded) {
-    if (position < a.sinks) {
+    if (position < h.sinks) {
       return (std::uint64_t{2} << 32) + (0xffffffffu - ordered_position(position));
     }
     return guarded ? (std::uint64_t{1} << 32) + ordered_position(position) : 0;
@@ -147,7 +147,7 @@ SIMT_KERNEL SIMT_BOUNDS(select_threads, 4) select_kernel(select_batch a) {
   if (thread() < 5) state[thread()] = 0;
   simt::sync_threads();
   for (int e = thread(); e < n; e += select_threads) {
-    if (stays_by_rule(a, position_of(s, e))) simt::atomic_add(&state[2], 1);
+    if (stays_by_rule(a, h, position_of(s, e))) simt::atomic_add(&state[2], 1);
     if (a.rule == rank_rule::position || a.rule == rank_rule::hash) continue;
     const float score = score_of(s, e);
     if (!(score == score)) simt::atomic_add(&state[3], 1);
@@ -173,25 +173,29 @@ inline void launch_select(const select_batch& a, simt::stream_type stream) {
 }
 
 // Marks what a layer's own window keeps after the append at `step`: positions > step - window.
+struct window_head {
+  head_storage* storage = nullptr;
+  std::uint8_t* keep = nullptr;  // [most_entries], written: 1 = stays
+  int window = 1;                // at least 1
+};
+
 struct window_batch {
-  const select_head* heads = nullptr;  // [head_count], in device memory; the budget plays no part
+  const window_head* heads = nullptr;  // [head_count], in device memory
   int head_count = 0;
   std::int32_t step = 0;
-  int window = 1;
 };
 
 // grid (heads), block 256
 SIMT_KERNEL SIMT_BOUNDS(select_threads, 4) window_kernel(window_batch a) {
-  const select_head& h = a.heads[simt::block_x()];
+  const window_head& h = a.heads[simt::block_x()];
   const head_storage& s = *h.storage;
   for (int e = thread(); e < s.body + s.tail; e += select_threads) {
-    h.keep[e] = position_of(s, e) > std::int64_t{a.step} - a.window ? 1 : 0;
+    h.keep[e] = position_of(s, e) > std::int64_t{a.step} - h.window ? 1 : 0;
   }
 }
 
 inline void launch_window(const window_batch& a, simt::stream_type stream) {
   if (a.heads == nullptr || a.head_count < 1) refuse("window", "there are no heads");
-  if (a.window < 1) refuse("window", "window is below 1");
   simt::launch(window_kernel, {static_cast<unsigned>(a.head_count)}, select_threads, a, stream);
 }
 

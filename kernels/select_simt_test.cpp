@@ -56,13 +56,13 @@ int differing_heads(const kv_cache& before, const select_item& rules,
     copies.emplace_back(before.head(0, h), shape, 3);
     keep[at(h)].assign(at(most), 7);
     work[at(h)].assign(at(2 * most), -1);
-    selects.push_back(
-        {&copies[at(h)].storage, keep[at(h)].data(), budget[at(h)], rules.model_layer, h});
+    selects.push_back({&copies[at(h)].storage, keep[at(h)].data(), budget[at(h)], rules.model_layer,
+                       h, rules.sinks, rules.recent});
     compacts.push_back({&copies[at(h)].storage, keep[at(h)].data(), work[at(h)].data()});
   }
   const simt::scheduled with({seed});
-  select_batch batch{selects.data(), shape.kv_heads, rules.step,    rules.sinks,
-                     rules.recent,   rules.rule,     rules.recency, rules.seed};
+  select_batch batch{selects.data(), shape.kv_heads, rules.step,
+                     rules.rule,     rules.recency,  rules.seed};
   launch_select(batch, {});
   launch_compact(
       compact_batch{compacts.data(), shape.kv_heads, shape.head_dim, shape.value_dim, most}, {});
@@ -121,8 +121,8 @@ TEST_CASE("device window: marks what the layer's window keeps, in both tiers") {
   head_copy copy(cache.head(0, 0), cache.shape(), 0);
   for (const int window : {1, 10, 11, 49, 50, 500}) {
     std::vector<std::uint8_t> keep(50, 7);
-    const select_head head = {&copy.storage, keep.data(), 1, 0, 0};
-    launch_window(device::window_batch{&head, 1, 49, window}, {});
+    const device::window_head head = {&copy.storage, keep.data(), window};
+    launch_window(device::window_batch{&head, 1, 49}, {});
     int wrong = 0;
     for (int e = 0; e < 50; ++e) {
       wrong += keep[at(e)] == (cache.head(0, 0).position(e) > 49 - window ? 1 : 0) ? 0 : 1;
@@ -138,8 +138,8 @@ TEST_CASE("device select: a score that is nan is a fault and nothing leaves") {
   cache.head(0, 0).set_score(3, NAN);
   head_copy copy(cache.head(0, 0), cache.shape(), 0);
   std::vector<std::uint8_t> keep(40, 0);
-  const select_head head = {&copy.storage, keep.data(), 10, 0, 0};
-  launch_select(select_batch{&head, 1, 39, 0, 0, rank_rule::score, 0, 0}, {});
+  const select_head head = {&copy.storage, keep.data(), 10, 0, 0, 0, 0};
+  launch_select(select_batch{&head, 1, 39, rank_rule::score, 0, 0}, {});
   CHECK(copy.storage.fault == device::fault_score_is_nan);
   CHECK(keep == std::vector<std::uint8_t>(40, 1));
 }
@@ -147,9 +147,9 @@ TEST_CASE("device select: a score that is nan is a fault and nothing leaves") {
 TEST_CASE("device select and compact: batches that cannot be are refused") {
   CHECK_THROWS_AS(launch_select(select_batch{}, {}), simt::failure);
   const select_head head;
-  CHECK_THROWS_WITH_AS(launch_select(select_batch{&head, 1, 0, 0, 0, rank_rule::ema_log, 2, 0}, {}),
+  CHECK_THROWS_WITH_AS(launch_select(select_batch{&head, 1, 0, rank_rule::ema_log, 2, 0}, {}),
                        "select on the device: recency is not in 0..1", simt::failure);
-  CHECK_THROWS_AS(launch_window(device::window_batch{&head, 1, 5, 0}, {}), simt::failure);
+  CHECK_THROWS_AS(launch_window(device::window_batch{}, {}), simt::failure);
   CHECK_THROWS_AS(launch_compact(compact_batch{}, {}), simt::failure);
 }
 

@@ -47,7 +47,7 @@ inline void check_append(int tail, int dim, int window, report& out) {
   const std::int32_t position = 2 * (7 + tail);
   const device_buffer<device::append_head> items(
       std::vector<device::append_head>{{head.on_device(), new_k.get(), new_v.get(), position}});
-  launch_append(device::append_batch{items.get(), 1, dim, dim, window, 0, true}, {});
+  launch_append(device::append_batch{items.get(), 1, dim, dim, window, 0, true, true}, {});
   const device::head_storage s = head.read();
   int wrong = s.fault, aged = 0;
   for (const std::int32_t p : head.positions) aged += p <= position - window && p >= 14 ? 1 : 0;
@@ -142,13 +142,12 @@ inline void check_select(int n, int budget, int sinks, int recent, report& out) 
   const twin_head head({n - tail, tail, 64, 64}, random, 0);
   const device_buffer<std::uint8_t> keep(at(n));
   const device_buffer<int> work(at(2 * n));
-  const device_buffer<device::select_head> selects(
-      std::vector<device::select_head>{{head.on_device(), keep.get(), budget, 0, 0}});
+  const device_buffer<device::select_head> selects(std::vector<device::select_head>{
+      {head.on_device(), keep.get(), budget, 0, 0, sinks, recent}});
   const device_buffer<device::compact_head> compacts(
       std::vector<device::compact_head>{{head.on_device(), keep.get(), work.get()}});
   const std::int32_t step = 2 * n;
-  launch_select(device::select_batch{selects.get(), 1, step, sinks, recent, rank_rule::score, 0, 0},
-                {});
+  launch_select(device::select_batch{selects.get(), 1, step, rank_rule::score, 0, 0}, {});
   launch_compact(device::compact_batch{compacts.get(), 1, 64, 64, n}, {});
   const auto kept = entries_to_keep(head, budget, sinks, std::int64_t{step} - recent);
   out.see("select and compact " + std::to_string(n) + " entries to " + std::to_string(budget) +
@@ -160,10 +159,10 @@ inline void check_window(int n, int window, report& out) {
   numbers random(static_cast<std::uint64_t>(n + window));
   const twin_head head({n - n / 3, n / 3, 64, 64}, random, 0);
   const device_buffer<std::uint8_t> keep(at(n));
-  const device_buffer<device::select_head> items(
-      std::vector<device::select_head>{{head.on_device(), keep.get(), 1, 0, 0}});
+  const device_buffer<device::window_head> items(
+      std::vector<device::window_head>{{head.on_device(), keep.get(), window}});
   const std::int32_t step = 2 * n;
-  launch_window(device::window_batch{items.get(), 1, step, window}, {});
+  launch_window(device::window_batch{items.get(), 1, step}, {});
   const auto marks = keep.read();
   int wrong = 0;
   for (int e = 0; e < n; ++e) {

@@ -10,11 +10,15 @@
 #include <string>
 #include <vector>
 
+#include "kernels/device_memory.cuh"
 #include "kernels/device_storage.cuh"
-#include "kernels/gpu_check/device_buffer.hpp"
 #include "kernels/half.hpp"
 
 namespace kvreplay::kernels::gpu_check {
+
+using device::device_buffer;
+using device::from_device;
+using device::to_device;
 
 inline std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 constexpr float nan = std::numeric_limits<float>::quiet_NaN();

@@ -4,6 +4,7 @@
 #include <exception>
 
 #include "kernels/gpu_check/check_attend.hpp"
+#include "kernels/gpu_check/check_cache.hpp"
 #include "kernels/gpu_check/check_entries.hpp"
 
 int main() {
@@ -12,6 +13,7 @@ int main() {
     report results;
     check_attend(33, results);
     check_entries(33, results);
+    check_cache(45, results);
     std::printf("emulator: %d checks, %d failed\n", results.checks(), results.failed());
     return results.checks() > 0 && results.failed() == 0 ? 0 : 1;
   } catch (const std::exception& e) {

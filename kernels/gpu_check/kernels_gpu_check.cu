@@ -7,6 +7,7 @@
 #include <exception>
 
 #include "kernels/gpu_check/check_attend.hpp"
+#include "kernels/gpu_check/check_cache.hpp"
 #include "kernels/gpu_check/check_entries.hpp"
 #include "kernels/gpu_check/timing.cuh"
 
@@ -21,10 +22,12 @@ int main() {
   }
   try {
     cudaDeviceProp properties{};
-    require(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
+    kvreplay::kernels::device::require(cudaGetDeviceProperties(&properties, 0),
+                                       "cudaGetDeviceProperties");
     report results;
     check_attend(4097, results);
     check_entries(4097, results);
+    check_cache(4097, results);
     std::printf("%s, sm_%d%d: %d checks, %d failed\n", properties.name, properties.major,
                 properties.minor, results.checks(), results.failed());
     print_times();

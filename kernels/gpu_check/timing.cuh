@@ -26,8 +26,8 @@ constexpr std::size_t flush_bytes = std::size_t{256} << 20;  // more than any se
 class event_timer {
  public:
   event_timer() {
-    require(cudaEventCreate(&begin_), "cudaEventCreate");
-    require(cudaEventCreate(&end_), "cudaEventCreate");
+    device::require(cudaEventCreate(&begin_), "cudaEventCreate");
+    device::require(cudaEventCreate(&end_), "cudaEventCreate");
   }
   ~event_timer() {
     cudaEventDestroy(begin_);
@@ -41,13 +41,13 @@ class event_timer {
   double median(const device_buffer<std::uint8_t>& flush, Work work) {
     std::vector<float> times;
     for (int i = 0; i <= timed_runs; ++i) {
-      require(cudaMemsetAsync(flush.get(), i, flush.size()), "cudaMemset");
-      require(cudaEventRecord(begin_), "cudaEventRecord");
+      device::require(cudaMemsetAsync(flush.get(), i, flush.size()), "cudaMemset");
+      device::require(cudaEventRecord(begin_), "cudaEventRecord");
       work();
-      require(cudaEventRecord(end_), "cudaEventRecord");
-      require(cudaEventSynchronize(end_), "the timed work");
+      device::require(cudaEventRecord(end_), "cudaEventRecord");
+      device::require(cudaEventSynchronize(end_), "the timed work");
       float milliseconds = 0;
-      require(cudaEventElapsedTime(&milliseconds, begin_, end_), "cudaEventElapsedTime");
+      device::require(cudaEventElapsedTime(&milliseconds, begin_, end_), "cudaEventElapsedTime");
       if (i > 0) times.push_back(milliseconds * 1000);  // the first run loads the code
     }
     std::nth_element(times.begin(), times.begin() + timed_runs / 2, times.end());
@@ -175,7 +175,8 @@ class timed_model {
 inline double copy_bandwidth(event_timer& timer, const device_buffer<std::uint8_t>& flush) {
   const device_buffer<std::uint8_t> from(std::size_t{1} << 30), to(std::size_t{1} << 30);
   const double us = timer.median(flush, [&] {
-    require(cudaMemcpyAsync(to.get(), from.get(), from.size(), cudaMemcpyDeviceToDevice), "copy");
+    device::require(cudaMemcpyAsync(to.get(), from.get(), from.size(), cudaMemcpyDeviceToDevice),
+                    "copy");
   });
   return 2.0 * static_cast<double>(from.size()) / us * 1e6;
 }

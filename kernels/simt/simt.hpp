@@ -21,6 +21,7 @@
 #include <cuda_runtime.h>
 #define SIMT_KERNEL __global__ void
 #define SIMT_DEVICE __device__ __forceinline__
+#define SIMT_EITHER __host__ __device__ __forceinline__
 #define SIMT_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
 #define SIMT_SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #define SIMT_UNROLL _Pragma("unroll")
@@ -35,6 +36,7 @@
 #define __shared__ use_SIMT_SHARED_instead
 #define SIMT_KERNEL inline void
 #define SIMT_DEVICE inline
+#define SIMT_EITHER inline
 #define SIMT_BOUNDS(threads, blocks)
 #define SIMT_SHARED(type, name, count)                                            \
   static const char name##_key = 0;                                               \
@@ -86,6 +88,7 @@ SIMT_DEVICE T shuffle(T value, int lane) {
 SIMT_DEVICE unsigned ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 SIMT_DEVICE int atomic_add(int* p, int value) { return atomicAdd(p, value); }
 SIMT_DEVICE int atomic_max(int* p, int value) { return atomicMax(p, value); }
+SIMT_DEVICE int atomic_or(int* p, int bits) { return atomicOr(p, bits); }
 // 16 bytes from an address that is a multiple of 16, through the read-only path.
 SIMT_DEVICE words4 load16(const void* p) {
   const uint4 v = __ldg(reinterpret_cast<const uint4*>(p));
@@ -261,6 +264,9 @@ inline int atomic_max(int* p, int value) {
   while (old < value && !target.compare_exchange_weak(old, value, std::memory_order_relaxed)) {
   }
   return old;
+}
+inline int atomic_or(int* p, int bits) {
+  return std::atomic_ref<int>(*p).fetch_or(bits, std::memory_order_relaxed);
 }
 inline void check_aligned(const void* p, std::uintptr_t bytes, const location& at) {
   if (reinterpret_cast<std::uintptr_t>(p) % bytes != 0) fail("misaligned wide access", at);
