@@ -68,7 +68,8 @@ logit_summary summarise_logits(std::span<const float> logits) {
   result.entropy = static_cast<float>(std::max(0.0, std::log(sums.z) - sums.t / sums.z));
   result.margin = second == -infinity ? infinity : top - second;
   result.top = static_cast<float>(1.0 / sums.z);
-  result.lse = static_cast<float>(static_cast<double>(top) + std::log(sums.z));
+  result.log_z = std::log(sums.z);
+  result.lse = static_cast<float>(static_cast<double>(top) + result.log_z);
   result.argmax = static_cast<int>(argmax);
   return result;
 }

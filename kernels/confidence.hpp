@@ -11,6 +11,7 @@ struct logit_summary {
   float margin = 0;   // ln p1 - ln p2; +inf when only one token is possible
   float top = 0;      // largest probability
   float lse = 0;      // natural log of the sum of exponentials
+  double log_z = 0;   // ln sum of e^(x - largest x): lse without its rounding to float
   int argmax = -1;    // the lower id of equal ones
 };
 

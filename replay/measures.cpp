@@ -205,6 +205,16 @@ void reduce_events(const lane_measures& m, const reduce_context& c, reports::res
 
 }  // namespace
 
+void take_events(const step_events& from, step_measure& to) {
+  to.bytes = from.bytes;
+  to.state_bytes = from.state_bytes;
+  to.entries = from.entries;
+  to.evicted = from.evicted;
+  to.budget = from.budget;
+  to.degenerate = from.degenerate;
+  to.attend_us = from.us.attend;
+}
+
 void reduce_measures(const lane_measures& measures, const reduce_context& context,
                      reports::result& row) {
   reduce_memory(measures, context, row);

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "replay/replay_layer.hpp"
 #include "reports/result.hpp"
 
 namespace kvreplay::replay {
@@ -26,6 +27,9 @@ struct step_measure {
   float attend_us = 0;
   bool degenerate = false;
 };
+
+// Bytes, entries, evictions, budget and time of a step.
+void take_events(const step_events& from, step_measure& to);
 
 // Sums over the scored steps for one KV head (of its group of query heads), for --heads.
 struct head_measure {

@@ -6,12 +6,12 @@
 
 #include <algorithm>
 #include <chrono>
-#include <iterator>
 #include <utility>
 
 #include "policies/gate.hpp"
 #include "replay/open_loop_pass.hpp"
 #include "replay/projection.hpp"
+#include "replay/row_basics.hpp"
 
 namespace kvreplay::replay {
 namespace {
@@ -80,20 +80,8 @@ void open_loop_pass::start_lanes(std::vector<lane_output>& out) {
   for (size_t i = 0; i < policies_.size(); ++i) {
     const auto& policy = policies_[i];
     auto& row = out[i].row;
-    row.trace = trace_.path();
-    row.trace_fingerprint = trace_.fingerprint(info_.id);
-    row.sequence = info_.id;
-    row.layers = fmt::format("{}/{}", layers_.size(), model_.n_layers);
-    row.policy = policy.resolved;
-    row.name = policy.name;
-    row.params = policy.params;
-    row.precision = policy.precision_name;
-    row.mode = "open";
-    row.seed = static_cast<std::int64_t>(policy.budget.gated ? policy.budget.gate.seed
-                                                             : policy.score.seed);
-    row.tokens.prompt = info_.n_prompt;
-    row.tokens.decoded = info_.n_decode();
-    row.tokens.scored = info_.n_decode() - options_.skip;
+    describe_row(trace_, info_.id, policy, static_cast<int>(layers_.size()), options_.skip, "open",
+                 row);
     lanes_.emplace_back();
     try {
       const std::string missing = missing_for(policy, trace_, info_.id);
@@ -118,12 +106,10 @@ std::unique_ptr<running_lane> open_loop_pass::start_lane(const policies::policy&
     tight = policies::gate_decisions(gate, info_.n_prompt, c);
   }
   const auto layers = static_cast<int>(layers_.size());
-  const auto heads = layers_.size() * static_cast<size_t>(model_.n_kv_heads);
   return std::make_unique<running_lane>(running_lane{
       lane(policy, dims_for(model_), shape_, layers_, info_.n_prompt, std::move(tight)),
       lane_measures(layers, info_.n_decode(), model_.n_kv_heads, spans_.size()),
-      std::vector<std::vector<dropped_positions>>(options_.kept ? heads : 0),
-      std::vector<std::vector<std::int32_t>>(options_.kept ? heads : 0),
+      options_.kept ? kept_log(layers, model_.n_kv_heads, info_.n_prompt) : kept_log(),
       std::vector<std::string>(layers_.size()), std::vector<double>(layers_.size()), std::move(c),
       tau});
 }
@@ -173,7 +159,7 @@ void open_loop_pass::run_layer(int slot) {
   each_lane([&](running_lane& lane) {
     const auto events = load_prompt(lane.state, slot, data, prompt);
     lane.measures.prompt_evicted[static_cast<size_t>(slot)] = events.evicted;
-    if (options_.kept) note_dropped(lane, slot, info_.n_prompt - 1);
+    lane.kept.note(lane.state.cache(), slot, info_.n_prompt - 1);
   });
   const std::int64_t block = block_steps();
   for (std::int64_t first = info_.n_prompt; first < info_.n_tokens; first += block) {
@@ -212,18 +198,10 @@ void open_loop_pass::run_lane_block(running_lane& lane, int slot, const layer_da
     };
   }
   kept_observer kept;
-  if (options_.kept) kept = [&](std::int64_t t) { note_dropped(lane, slot, t); };
+  if (options_.kept) kept = [&](std::int64_t t) { lane.kept.note(lane.state.cache(), slot, t); };
   replay_layer(lane.state, slot, block, events, observe, kept);
   for (std::int64_t i = 0; i < steps; ++i) {
-    auto& at = lane.measures.at(slot, first - info_.n_prompt + i);
-    const auto& e = events[static_cast<size_t>(i)];
-    at.bytes = e.bytes;
-    at.state_bytes = e.state_bytes;
-    at.entries = e.entries;
-    at.evicted = e.evicted;
-    at.budget = e.budget;
-    at.degenerate = e.degenerate;
-    at.attend_us = e.us.attend;
+    take_events(events[static_cast<size_t>(i)], lane.measures.at(slot, first - info_.n_prompt + i));
   }
   if (parts_.projected) project_block(lane, slot, reference, weights, o, first, steps);
   lane.seconds[static_cast<size_t>(slot)] +=
@@ -246,23 +224,6 @@ void open_loop_pass::project_block(running_lane& lane, int slot, const full_refe
     at.projected_error_l1 = row.l1;
     at.head_l1_sum = row.head_l1_sum;
     at.projected_reference_l1 = reference_l1_[static_cast<size_t>(slot)][static_cast<size_t>(t)];
-  }
-}
-
-void open_loop_pass::note_dropped(running_lane& lane, int slot, std::int64_t step) {
-  for (int g = 0; g < model_.n_kv_heads; ++g) {
-    const size_t at = static_cast<size_t>(slot * model_.n_kv_heads + g);
-    auto now = lane.state.cache().positions(slot, g);
-    auto& held = lane.held[at];
-    // What was held before, and what has been appended since: the prompt, or the newcomer.
-    const std::int64_t newcomers = step == info_.n_prompt - 1 ? 0 : step;
-    for (std::int64_t t = newcomers; t <= step; ++t) held.push_back(static_cast<std::int32_t>(t));
-    dropped_positions gone;
-    gone.step = step;
-    std::set_difference(held.begin(), held.end(), now.begin(), now.end(),
-                        std::back_inserter(gone.positions));
-    if (!gone.positions.empty()) lane.dropped[at].push_back(std::move(gone));
-    held = std::move(now);
   }
 }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "policies/policy.hpp"
+#include "replay/kept_log.hpp"
 #include "reports/csv.hpp"
 #include "reports/result.hpp"
 #include "traces/reader.hpp"
@@ -27,18 +28,12 @@ struct open_loop_options {
   std::function<void(std::int64_t done, std::int64_t total)> progress;  // from one thread at a time
 };
 
-// Positions that left a KV head after step `step` (eviction or the layer's window); after P-1 the
-// prompt's positions that did not stay. The kept sets follow: see kept_sets.
-struct dropped_positions {
-  std::int64_t step = 0;
-  std::vector<std::int32_t> positions;
-};
-
 struct lane_output {
   reports::result row;
   std::vector<reports::step_row> steps;
   std::vector<reports::head_row> heads;
-  std::vector<std::vector<dropped_positions>> dropped;  // [recorded layers * kv_heads]
+  std::vector<int> layers;                              // model numbers of those that took part
+  std::vector<std::vector<dropped_positions>> dropped;  // [layers * kv_heads]
 };
 
 // One row per policy, in their order. A policy that the trace cannot serve, or that fails on the

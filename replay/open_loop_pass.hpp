@@ -23,11 +23,10 @@ namespace kvreplay::replay {
 struct running_lane {
   lane state;
   lane_measures measures;
-  std::vector<std::vector<dropped_positions>> dropped;  // [layers * kv_heads]
-  std::vector<std::vector<std::int32_t>> held;          // the last kept sets, where they are wanted
-  std::vector<std::string> failed;                      // [layers], empty: fine
-  std::vector<double> seconds;                          // [layers]
-  std::vector<double> confidence;                       // [decode steps + 1] or empty
+  kept_log kept;
+  std::vector<std::string> failed;  // [layers], empty: fine
+  std::vector<double> seconds;      // [layers]
+  std::vector<double> confidence;   // [decode steps + 1] or empty
   double tau = 0;
 };
 
@@ -57,13 +56,11 @@ class open_loop_pass {
   void project_block(running_lane& lane, int slot, const full_reference& reference,
                      std::span<const float> weights, std::span<const float> o, std::int64_t first,
                      std::int64_t steps);
-  void note_dropped(running_lane& lane, int slot, std::int64_t step);
   void report_progress(std::int64_t steps);
   std::int64_t block_steps() const;
   void finish(const running_lane& lane, lane_output& out) const;
   void finish_spans(const running_lane& lane, reports::result& row) const;
   void finish_rows(const running_lane& lane, lane_output& out) const;
-  std::int64_t full_bytes(std::int64_t positions) const;
   reduce_context context_for(const running_lane& lane) const;
 
   const traces::reader& trace_;

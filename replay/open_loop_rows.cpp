@@ -6,13 +6,10 @@
 #include <numeric>
 
 #include "replay/open_loop_pass.hpp"
+#include "replay/row_basics.hpp"
 
 namespace kvreplay::replay {
 namespace {
-
-void add_note(reports::result& row, const std::string& text) {
-  row.note += fmt::format("{}{}", row.note.empty() ? "" : "; ", text);
-}
 
 // The span that the evidence metrics are about: `needle` where the trace has it, else `answer`,
 // else the first by name.
@@ -26,16 +23,6 @@ size_t evidence_span(const std::vector<std::string>& names) {
 
 }  // namespace
 
-std::int64_t open_loop_pass::full_bytes(std::int64_t positions) const {
-  std::int64_t total = 0;
-  for (int slot = 0; slot < shape_.layers; ++slot) {
-    const std::int64_t window = shape_.window_of(slot);
-    const std::int64_t held = window > 0 ? std::min(window, positions) : positions;
-    total += held * shape_.kv_heads * (shape_.head_dim + shape_.value_dim) * 2;
-  }
-  return total;
-}
-
 reduce_context open_loop_pass::context_for(const running_lane& lane) const {
   reduce_context context;
   context.q_heads = model_.n_q_heads;
@@ -43,13 +30,8 @@ reduce_context open_loop_pass::context_for(const running_lane& lane) const {
   context.skip = options_.skip;
   context.parts = parts_;
   context.residual_norm = residual_norm_;
-  const auto& plan = lane.state.plan();
-  if (lane.state.policy().budget.gated) {
-    // The last step's share stands for all: percentages grow, and the largest is the fair limit.
-    double sum = 0;
-    for (const int layer : layers_) sum += plan.share(info_.n_tokens - 1, layer, true);
-    context.loose_entries = sum / static_cast<double>(layers_.size()) + 1;
-  }
+  context.loose_entries =
+      loose_entries(lane.state.policy(), lane.state.plan(), layers_, info_.n_tokens - 1);
   return context;
 }
 
@@ -57,12 +39,13 @@ void open_loop_pass::finish(const running_lane& lane, lane_output& out) const {
   auto& row = out.row;
   const auto& cache = lane.state.cache();
   std::vector<std::int64_t> full;
-  for (std::int64_t t = info_.n_prompt; t < info_.n_tokens; ++t) full.push_back(full_bytes(t + 1));
+  for (std::int64_t t = info_.n_prompt; t < info_.n_tokens; ++t)
+    full.push_back(full_bytes(shape_, t + 1));
   auto context = context_for(lane);
   context.full_bytes = full;
   reduce_measures(lane.measures, context, row);
   row.memory.final_bytes = static_cast<double>(cache.payload_bytes());
-  row.memory.prefill_peak_bytes = static_cast<double>(full_bytes(info_.n_prompt));
+  row.memory.prefill_peak_bytes = static_cast<double>(full_bytes(shape_, info_.n_prompt));
   row.memory.reserved_bytes = static_cast<double>(cache.reserved_bytes());
   const auto events = cache.events();
   if (cache.format().body != kernels::body_format::none) {
@@ -95,7 +78,8 @@ void open_loop_pass::finish(const running_lane& lane, lane_output& out) const {
   }
   finish_spans(lane, row);
   finish_rows(lane, out);
-  out.dropped = lane.dropped;
+  out.layers = layers_;
+  out.dropped = lane.kept.dropped();
 }
 
 void open_loop_pass::finish_spans(const running_lane& lane, reports::result& row) const {
@@ -180,7 +164,6 @@ void for_each_kept_set(
     const std::function<void(std::int64_t step, int layer, int kv_head,
                              const std::vector<std::int32_t>& positions)>& visit) {
   const auto& info = trace.sequence(sequence);
-  const auto& layers = trace.model().layers;
   const auto heads = static_cast<size_t>(trace.model().n_kv_heads);
   std::vector<std::vector<std::int32_t>> held(lane.dropped.size());
   std::vector<size_t> next(lane.dropped.size(), 0);
@@ -199,7 +182,7 @@ void for_each_kept_set(
                             std::back_inserter(rest));
         held[i].swap(rest);
       }
-      visit(step, layers[i / heads], static_cast<int>(i % heads), held[i]);
+      visit(step, lane.layers[i / heads], static_cast<int>(i % heads), held[i]);
     }
   }
 }

@@ -29,7 +29,34 @@ class stopwatch {
   clock::time_point last_ = clock::now();
 };
 
-// Selection (step 6) and ageing (step 7) after step t.
+kernels::storage_format with_tail(kernels::storage_format format, kernels::tail_format tail) {
+  format.tail = tail;
+  return format;
+}
+
+void seed_scores(kernels::kv_cache& cache, int slot, const std::vector<float>& scores,
+                 std::int64_t n_prompt) {
+  if (scores.empty()) return;
+  for (int head = 0; head < cache.shape().kv_heads; ++head) {
+    auto& store = cache.head(slot, head);
+    const float* row = &scores[static_cast<size_t>(head * n_prompt)];
+    for (int e = 0; e < store.size(); ++e) store.set_score(e, row[store.position(e)]);
+  }
+}
+
+}  // namespace
+
+lane::lane(const policies::policy& policy, const policies::model_dims& dims,
+           const kernels::cache_shape& shape, std::vector<int> layers, std::int64_t n_prompt,
+           std::vector<std::uint8_t> tight, kernels::tail_format tail)
+    : policy_(policy),
+      plan_(policy, dims),
+      rules_(rules_for(policy.score)),
+      layers_(std::move(layers)),
+      n_prompt_(n_prompt),
+      tight_(std::move(tight)),
+      cache_(shape, with_tail(storage_for(policy.precision), tail)) {}
+
 void settle(lane& lane, int slot, std::int64_t step, step_events& events) {
   auto& cache = lane.cache();
   const auto t = static_cast<std::int32_t>(step);
@@ -71,30 +98,7 @@ void settle(lane& lane, int slot, std::int64_t step, step_events& events) {
   events.us.age = watch.lap();
 }
 
-void seed_scores(kernels::kv_cache& cache, int slot, const std::vector<float>& scores,
-                 std::int64_t n_prompt) {
-  if (scores.empty()) return;
-  for (int head = 0; head < cache.shape().kv_heads; ++head) {
-    auto& store = cache.head(slot, head);
-    const float* row = &scores[static_cast<size_t>(head * n_prompt)];
-    for (int e = 0; e < store.size(); ++e) store.set_score(e, row[store.position(e)]);
-  }
-}
-
-}  // namespace
-
-lane::lane(const policies::policy& policy, const policies::model_dims& dims,
-           const kernels::cache_shape& shape, std::vector<int> layers, std::int64_t n_prompt,
-           std::vector<std::uint8_t> tight)
-    : policy_(policy),
-      plan_(policy, dims),
-      rules_(rules_for(policy.score)),
-      layers_(std::move(layers)),
-      n_prompt_(n_prompt),
-      tight_(std::move(tight)),
-      cache_(shape, storage_for(policy.precision)) {}
-
-step_events load_prompt(lane& lane, int slot, const layer_data& data, prompt_observations& prompt) {
+void fill_prompt(lane& lane, int slot, const layer_data& data, prompt_observations& prompt) {
   auto& cache = lane.cache();
   const std::int64_t n = data.n_prompt;
   const int window = cache.shape().window_of(slot);
@@ -110,8 +114,12 @@ step_events load_prompt(lane& lane, int slot, const layer_data& data, prompt_obs
   if (lane.rules().mass != kernels::mass_layout::none) {
     seed_scores(cache, slot, prompt.scores(lane.policy().score, lane.rules().mass), n);
   }
+}
+
+step_events load_prompt(lane& lane, int slot, const layer_data& data, prompt_observations& prompt) {
+  fill_prompt(lane, slot, data, prompt);
   step_events events;
-  settle(lane, slot, n - 1, events);
+  settle(lane, slot, data.n_prompt - 1, events);
   return events;
 }
 
@@ -160,6 +168,7 @@ void replay_layer(lane& lane, int slot, const layer_block& block, std::span<step
       kernels::update_scores({&update, 1});
       at.us.update_scores = watch.lap();
     }
+    if (i + 1 == block.steps && !block.settle_last) return;
     settle(lane, slot, t, at);
     if (kept) kept(t);
   }

@@ -20,10 +20,10 @@ namespace kvreplay::replay {
 class lane {
  public:
   // `layers` are model numbers; slot i of the cache is layers[i]. `tight` has one decision per step
-  // from P-1 on (empty for ungated policies).
+  // from P-1 on (empty for ungated policies). `tail`: fp32 stores what it is given, for checks.
   lane(const policies::policy& policy, const policies::model_dims& dims,
        const kernels::cache_shape& shape, std::vector<int> layers, std::int64_t n_prompt,
-       std::vector<std::uint8_t> tight);
+       std::vector<std::uint8_t> tight, kernels::tail_format tail = kernels::tail_format::fp16);
 
   const policies::policy& policy() const { return policy_; }
   const policies::budget_plan& plan() const { return plan_; }
@@ -34,6 +34,10 @@ class lane {
   std::int64_t n_prompt() const { return n_prompt_; }
   bool tight(std::int64_t step) const {
     return !tight_.empty() && tight_[static_cast<size_t>(step - (n_prompt_ - 1))] != 0;
+  }
+  // Replaces the decision of a step, of those given at the start.
+  void decide(std::int64_t step, bool tight) {
+    tight_.at(static_cast<size_t>(step - (n_prompt_ - 1))) = tight ? 1 : 0;
   }
 
  private:
@@ -70,6 +74,7 @@ struct layer_block {
   const float* k = nullptr;  // [steps, kv_heads, head_dim]
   const float* v = nullptr;  // [steps, kv_heads, value_dim]
   float* o = nullptr;        // [steps, q_heads, value_dim], filled
+  bool settle_last = true;   // false: selection and ageing after the last step are the caller's
 };
 
 // Called while S(t) stands, between attention and selection, with the step's o and lse [q_heads].
@@ -78,8 +83,14 @@ using step_observer =
 // Called after ageing (step 7), P-1 included.
 using kept_observer = std::function<void(std::int64_t step)>;
 
-// Fills the cache of one slot with the prompt, seeds the scores with the prompt's own attention and
-// selects once, as if after position P-1. Returns that selection's events.
+// Fills the cache of one slot with the prompt and seeds the scores with the prompt's own attention.
+void fill_prompt(lane& lane, int slot, const layer_data& data, prompt_observations& prompt);
+
+// Selection (step 6) and ageing (step 7) after a step, P-1 included: evicted, budget and degenerate
+// of `events` are set.
+void settle(lane& lane, int slot, std::int64_t step, step_events& events);
+
+// fill_prompt, then settle as if after position P-1. Returns that selection's events.
 step_events load_prompt(lane& lane, int slot, const layer_data& data, prompt_observations& prompt);
 
 // Runs the block. events [steps] is filled; the observers may be empty.

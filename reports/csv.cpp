@@ -69,7 +69,8 @@ cells row(const result& r, const open_columns& open) {
                          {"mode", csv_field(r.mode)},
                          {"seed", std::to_string(r.seed)},
                          {"status", csv_field(r.status)},
-                         {"note", csv_field(r.note)}});
+                         {"note", csv_field(r.note)},
+                         {"gap_reference", csv_field(r.gap_reference)}});
   std::string last;
   result fixed = r;
   fixed.quality.more.clear();

@@ -156,6 +156,7 @@ result read_row(const json& value, const std::string& where) {
   row.integer("seed", out.seed, std::numeric_limits<std::int64_t>::min());
   row.text("status", out.status, true);
   row.text("note", out.note);
+  row.text("gap_reference", out.gap_reference);
   if (out.mode != "open" && out.mode != "closed" && out.mode != "time") {
     row.fail("mode", "is none of open, closed, time");
   }

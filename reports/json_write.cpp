@@ -32,12 +32,19 @@ json row(const result& given) {
   for (const auto& [name, ends] : r.quality_ci) {
     intervals[escape_bytes(name, controls::keep)] = {ends.first, ends.second};
   }
-  json out = {{"trace", text(r.trace)},   {"trace_fingerprint", text(r.trace_fingerprint)},
-              {"sequence", r.sequence},   {"layers", text(r.layers)},
-              {"policy", text(r.policy)}, {"name", text(r.name)},
-              {"params", params},         {"precision", text(r.precision)},
-              {"mode", text(r.mode)},     {"seed", r.seed},
-              {"status", text(r.status)}, {"note", text(r.note)}};
+  json out = {{"trace", text(r.trace)},
+              {"trace_fingerprint", text(r.trace_fingerprint)},
+              {"sequence", r.sequence},
+              {"layers", text(r.layers)},
+              {"policy", text(r.policy)},
+              {"name", text(r.name)},
+              {"params", params},
+              {"precision", text(r.precision)},
+              {"mode", text(r.mode)},
+              {"seed", r.seed},
+              {"status", text(r.status)},
+              {"note", text(r.note)},
+              {"gap_reference", text(r.gap_reference)}};
   const json sections = sections_of(r);
   for (const auto& [section, values] : sections.items()) {
     out[section] = values;

@@ -75,6 +75,7 @@ void compare_texts(const result& a, const result& b, const std::string& where,
   check("mode", a.mode, b.mode);
   check("status", a.status, b.status);
   check("note", a.note, b.note);
+  check("gap_reference", a.gap_reference, b.gap_reference);
   check("sequence", std::to_string(a.sequence), std::to_string(b.sequence));
   check("seed", std::to_string(a.seed), std::to_string(b.seed));
   if (a.params != b.params) {

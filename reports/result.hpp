@@ -31,6 +31,7 @@ struct result {
   std::string layers;  // "30/30", "4/30"
   std::string policy;  // resolved
   std::string name, precision, mode = "open", status = "ok", note;
+  std::string gap_reference;  // what gap_closed compares with; empty: nothing
   std::vector<std::pair<std::string, std::string>> params;
   std::int64_t seed = 0;
 
@@ -47,8 +48,8 @@ struct result {
     maybe attention_recall, recall_bound, output_rel_l2, output_rel_l2_p95, output_rel_l2_pooled,
         output_cosine, residual_rel_l2, direct_kl, direct_nll, kl_proxy, output_l1, head_l1,
         sigma_over_half, heads_improved, evidence_mass, evidence_kept, evidence_gain, ppl, full_ppl,
-        ppl_delta, logit_kl, logit_kl_p50, logit_kl_p99, top1_agreement, gap_closed, answer_nll,
-        answer_accuracy;
+        ppl_delta, logit_kl, logit_kl_p50, logit_kl_p99, top1_agreement, gap_closed,
+        gap_closed_streaming, answer_nll, answer_accuracy, full_answer_nll, full_answer_accuracy;
     // Metrics whose names depend on the trace: kept_share.<span>. In name order.
     std::vector<named_value> more;
   } quality;

@@ -58,8 +58,11 @@ void visit_quality(Quality& q, Visitor& visit) {
                     {"logit_kl_p99", &q.logit_kl_p99},
                     {"top1_agreement", &q.top1_agreement},
                     {"gap_closed", &q.gap_closed},
+                    {"gap_closed_streaming", &q.gap_closed_streaming},
                     {"answer_nll", &q.answer_nll},
-                    {"answer_accuracy", &q.answer_accuracy}},
+                    {"answer_accuracy", &q.answer_accuracy},
+                    {"full_answer_nll", &q.full_answer_nll},
+                    {"full_answer_accuracy", &q.full_answer_accuracy}},
                    visit);
   for (auto& [name, value] : q.more) visit(std::string_view("quality"), name, value);
 }

@@ -222,6 +222,7 @@ void read_sizes(const section& root, model_config& out) {
                     out.n_q_heads, out.hidden_size));
   }
   out.head_dim = static_cast<int>(head_dim.value_or(out.hidden_size / out.n_q_heads));
+  out.softmax_scale = 1 / std::sqrt(static_cast<double>(out.head_dim));
   if (out.head_dim % 2 != 0) {
     root.complain(fmt::format("head_dim is {}, expected an even number", out.head_dim));
   }

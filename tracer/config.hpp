@@ -30,6 +30,7 @@ struct model_config {
   int logit_size = 0;  // rows of embedding and output head: vocab_size of config.json
   int vocab_size = 0;  // real ids: what tokenizer.json knows where it lies beside, else logit_size
   double norm_eps = 1e-6;
+  double softmax_scale = 1;  // of attention scores
   bool tied_embeddings = false, qkv_bias = false, o_bias = false, mlp_bias = false;
   rope_config rope;
   std::vector<int> window;   // [n_layers], 0 = global

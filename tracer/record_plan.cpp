@@ -104,7 +104,7 @@ traces::model_info describe_model(const model_config& config, const record_optio
   out.hidden_size = config.hidden_size;
   out.vocab_size = config.vocab_size;
   out.logit_size = config.logit_size;
-  out.softmax_scale = 1 / std::sqrt(static_cast<double>(config.head_dim));
+  out.softmax_scale = config.softmax_scale;
   out.rope = "half";
   out.rope_dim = config.rope.dim;
   out.key_rotation = "rotated";

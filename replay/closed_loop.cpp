@@ -1,0 +1,340 @@
+#include "replay/closed_loop.hpp"
+
+#include <fmt/format.h>
+#include <tbb/parallel_for.h>
+#include <tbb/task_arena.h>
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "kernels/half.hpp"
+#include "replay/closed_loop_pass.hpp"
+#include "replay/model_match.hpp"
+
+namespace kvreplay::replay {
+namespace {
+
+constexpr std::int64_t most_rows = 4096;  // of one forward pass: bounds its memory, not its results
+
+void fail(lane_output& out, std::string why) {
+  out.row.status = "failed";
+  out.row.note = std::move(why);
+}
+
+// `full` in 16 bits is the reference itself.
+bool is_full(const policies::policy& policy) {
+  return policy.name == "full" && policy.precision.body == policies::body_kind::none;
+}
+
+bool reads_confidence(const policies::gate_rule& gate) {
+  return gate.gate != policies::gate_signal::random && gate.gate != policies::gate_signal::constant;
+}
+
+std::vector<std::int64_t> positions_from(std::int64_t first, std::int64_t count) {
+  std::vector<std::int64_t> out(static_cast<size_t>(count));
+  std::iota(out.begin(), out.end(), first);
+  return out;
+}
+
+}  // namespace
+
+closed_loop_pass::closed_loop_pass(const traces::reader& trace, int sequence,
+                                   const tracer::model& model,
+                                   std::span<const policies::policy> policies,
+                                   const closed_loop_options& options)
+    : trace_(trace),
+      info_(trace.sequence(sequence)),
+      trace_model_(trace.model()),
+      model_(model),
+      policies_(policies),
+      options_(options),
+      tokens_(trace.tokens(sequence)),
+      layers_(static_cast<size_t>(model.config().n_layers)),
+      shape_(
+          (std::iota(layers_.begin(), layers_.end(), 0), cache_shape_for(trace_model_, layers_))),
+      full_(shape_, info_.n_tokens),
+      full_scores_(static_cast<size_t>(info_.n_decode() + 1)) {
+  require_same_model(trace, sequence, model);
+}
+
+std::vector<lane_output> closed_loop_pass::run() {
+  std::vector<lane_output> out(policies_.size());
+  start_lanes(out);
+  const auto running = static_cast<std::int64_t>(std::count_if(
+      lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane != nullptr; }));
+  progress_total_ = (running + 1) * info_.n_tokens * shape_.layers;
+  run_prompt();
+  for (std::int64_t t = info_.n_prompt; t < info_.n_tokens; t += options_.block) {
+    run_block(t, std::min(options_.block, info_.n_tokens - t));
+  }
+  for (size_t i = 0; i < out.size(); ++i) {
+    if (lanes_[i] != nullptr && !lanes_[i]->failed().empty()) fail(out[i], lanes_[i]->failed());
+    if (out[i].row.status == "ok") finish(lanes_[i].get(), out[i]);
+  }
+  return out;
+}
+
+void closed_loop_pass::start_lanes(std::vector<lane_output>& out) {
+  for (size_t i = 0; i < policies_.size(); ++i) {
+    const auto& policy = policies_[i];
+    describe_row(trace_, info_.id, policy, shape_.layers, options_.skip, "closed", out[i].row);
+    lanes_.emplace_back();
+    if (is_full(policy)) continue;
+    try {
+      lanes_.back() = start_lane(policy);
+    } catch (const std::exception& e) {
+      fail(out[i], e.what());
+    }
+  }
+}
+
+std::unique_ptr<closed_lane> closed_loop_pass::start_lane(const policies::policy& policy) const {
+  auto dims = dims_for(trace_model_);
+  dims.recorded_layers = layers_;
+  const auto gate = gate_for(policy);
+  const auto tail = options_.kv_fp32 ? kernels::tail_format::fp32 : kernels::tail_format::fp16;
+  return std::make_unique<closed_lane>(
+      lane(policy, dims, shape_, layers_, info_.n_prompt, gate.assumed, tail), gate,
+      info_.n_decode(), options_.block, options_.kept);
+}
+
+closed_gate closed_loop_pass::gate_for(const policies::policy& policy) const {
+  closed_gate out;
+  if (!policy.budget.gated) return out;
+  const auto& rule = policy.budget.gate;
+  std::vector<double> c;
+  if (reads_confidence(rule)) c = recorded_confidence(trace_, info_.id, rule);
+  if (policy.needs.future && c.empty())
+    throw traces::trace_error(missing_for(policy, trace_, info_.id));
+  out.waits = reads_confidence(rule) && rule.gate != policies::gate_signal::shuffled;
+  out.known = !c.empty();
+  out.tau = policies::resolve_tau(rule, c);
+  // Without a recording: on the loose side, as before the first step. random and constant look at
+  // the number of values alone.
+  if (c.empty()) c.assign(static_cast<size_t>(info_.n_decode() + 1), 0.0);
+  out.assumed = policies::gate_decisions(rule, info_.n_prompt, c);
+  return out;
+}
+
+std::int32_t closed_loop_pass::token_after(std::int64_t position) const {
+  return position + 1 < info_.n_tokens ? tokens_[static_cast<size_t>(position + 1)] : -1;
+}
+
+// To what a 16-bit cache keeps, as the recorder does it.
+void closed_loop_pass::round_rows(tracer::attention_block& block) const {
+  if (options_.kv_fp32) return;
+  const auto round = [](std::span<float> values) {
+    constexpr size_t piece = 4096;
+    tbb::parallel_for(size_t{0}, (values.size() + piece - 1) / piece, [&](size_t i) {
+      for (float& x : values.subspan(i * piece, std::min(piece, values.size() - i * piece))) {
+        x = kernels::half_to_float(kernels::float_to_half(x));
+      }
+    });
+  };
+  round(block.q);
+  round(block.k);
+  round(block.v);
+}
+
+void closed_loop_pass::run_prompt() {
+  const auto n = static_cast<size_t>(info_.n_prompt);
+  const auto residual =
+      model_.forward(std::span(tokens_).first(n), positions_from(0, info_.n_prompt),
+                     [&](tracer::attention_block& b) { prompt_layer(b); });
+  score_prompt(std::span(residual).last(static_cast<size_t>(model_.config().hidden_size)));
+}
+
+// One layer of the prompt: its keys, values and observations go to every lane.
+void closed_loop_pass::prompt_layer(tracer::attention_block& block) {
+  round_rows(block);
+  layer_data data;
+  data.layer = block.layer;
+  data.n_prompt = data.n_tokens = block.rows;
+  data.q_width = std::int64_t{shape_.q_heads} * shape_.head_dim;
+  data.k_width = std::int64_t{shape_.kv_heads} * shape_.head_dim;
+  data.v_width = std::int64_t{shape_.kv_heads} * shape_.value_dim;
+  data.o_width = std::int64_t{shape_.q_heads} * shape_.value_dim;
+  full_.attend(block.layer, 0, block.rows, block.q.data(), block.k.data(), block.v.data(),
+               block.o.data(), data.lse);
+  data.q.assign(block.q.begin(), block.q.end());
+  data.k.assign(block.k.begin(), block.k.end());
+  data.v.assign(block.v.begin(), block.v.end());
+  const kernels::cache_shape own = cache_shape_for(trace_model_, {&block.layer, 1});
+  prompt_observations prompt(own, data);
+  tbb::parallel_for(size_t{0}, lanes_.size(), [&](size_t i) {
+    if (lanes_[i] == nullptr || !lanes_[i]->failed().empty()) return;
+    try {
+      fill_prompt(lanes_[i]->state(), block.layer, data, prompt);
+      lanes_[i]->settle_prompt(block.layer);
+    } catch (const std::exception& e) {
+      lanes_[i]->fail(fmt::format("{}: sequence {}, prompt, layer {}: {}", trace_.path(), info_.id,
+                                  block.layer, e.what()));
+    }
+  });
+  report_progress(block.rows *
+                  (1 + std::ssize(lanes_) - std::count(lanes_.begin(), lanes_.end(), nullptr)));
+}
+
+// c(P-1) is the same row for all, under each gate's own weights.
+void closed_loop_pass::score_prompt(std::span<const float> residual) {
+  scored_position at;
+  at.position = info_.n_prompt - 1;
+  at.next = token_after(at.position);
+  at.reference = residual.data();
+  at.reference_out = &full_scores_.front();
+  std::vector<logit_score> scores(lanes_.size());
+  for (size_t i = 0; i < lanes_.size(); ++i) {
+    if (lanes_[i] == nullptr) continue;
+    at.rows.push_back({residual.data(), &lanes_[i]->state().policy().budget.gate, &scores[i]});
+  }
+  score_logits(model_, {&at, 1});
+  tbb::parallel_for(size_t{0}, lanes_.size(), [&](size_t i) {
+    if (lanes_[i] == nullptr || !lanes_[i]->failed().empty()) return;
+    try {
+      lanes_[i]->end_prompt(scores[i]);
+    } catch (const std::exception& e) {
+      lanes_[i]->fail(
+          fmt::format("{}: sequence {}, prompt: {}", trace_.path(), info_.id, e.what()));
+    }
+  });
+}
+
+// The reference goes through once; lanes repeat what has not settled, and may take the block in
+// smaller pieces.
+void closed_loop_pass::run_block(std::int64_t first, std::int64_t steps) {
+  const std::int64_t end = first + steps;
+  block_first_ = first;
+  std::vector<float> reference;  // [steps, hidden_size]
+  bool reference_done = false;
+  for (;;) {
+    std::vector<lane_rows> batch;
+    std::int64_t rows = 0;
+    const auto add = [&](closed_lane* lane, std::int64_t at, std::int64_t count) {
+      if (rows > 0 && rows + count > most_rows) {
+        run_rows(batch, reference);
+        batch.clear();
+        rows = 0;
+      }
+      batch.push_back({lane, at, count, rows});
+      rows += count;
+    };
+    if (!reference_done) add(nullptr, first, steps);
+    reference_done = true;
+    for (auto& lane : lanes_) {
+      if (lane == nullptr || !lane->failed().empty() || lane->next() >= end) continue;
+      add(lane.get(), lane->next(), lane->block_steps(end));
+    }
+    if (batch.empty()) return;
+    run_rows(batch, reference);
+  }
+}
+
+// One forward pass; the reference's rows, which come first where there are any, stay in
+// `reference`.
+void closed_loop_pass::run_rows(std::vector<lane_rows>& rows, std::vector<float>& reference) {
+  std::vector<std::int32_t> tokens;
+  std::vector<std::int64_t> positions;
+  for (const auto& part : rows) {
+    if (part.lane != nullptr) part.lane->begin_pass(part.steps);
+    for (std::int64_t t = part.first; t < part.first + part.steps; ++t) {
+      tokens.push_back(tokens_[static_cast<size_t>(t)]);
+      positions.push_back(t);
+    }
+  }
+  const auto residual = model_.forward(
+      tokens, positions, [&](tracer::attention_block& block) { attend(block, rows); });
+  const bool with_reference = rows.front().lane == nullptr;
+  if (with_reference) {
+    const auto count = static_cast<size_t>(rows.front().steps * model_.config().hidden_size);
+    reference.assign(residual.begin(), residual.begin() + static_cast<std::ptrdiff_t>(count));
+  }
+  score_rows(rows, residual, reference, with_reference);
+  tbb::parallel_for(size_t{0}, rows.size(), [&](size_t i) {
+    closed_lane* lane = rows[i].lane;
+    if (lane == nullptr || !lane->failed().empty()) return;
+    try {
+      for (std::int64_t t = rows[i].first; t < rows[i].first + rows[i].steps; ++t) {
+        if (!lane->score(t)->finite) {
+          throw std::domain_error(fmt::format("step {}: the logits are not finite", t));
+        }
+      }
+      lane->end_pass(rows[i].steps);
+    } catch (const std::exception& e) {
+      lane->fail(fmt::format("{}: sequence {}: {}", trace_.path(), info_.id, e.what()));
+    }
+  });
+}
+
+void closed_loop_pass::attend(tracer::attention_block& block, std::span<const lane_rows> rows) {
+  round_rows(block);
+  tbb::parallel_for(size_t{0}, rows.size(), [&](size_t i) {
+    // Without isolation a thread that waits inside the reference's products could start a lane
+    // there: nothing wrong, but its time would count twice.
+    tbb::this_task_arena::isolate([&] { attend_lane(block, rows[i]); });
+  });
+  std::int64_t fresh = 0;
+  for (const auto& part : rows) fresh += part.steps;
+  report_progress(fresh);
+}
+
+void closed_loop_pass::attend_lane(tracer::attention_block& block, const lane_rows& rows) {
+  const std::int64_t q_width = std::int64_t{shape_.q_heads} * shape_.head_dim;
+  const std::int64_t k_width = std::int64_t{shape_.kv_heads} * shape_.head_dim;
+  const std::int64_t v_width = std::int64_t{shape_.kv_heads} * shape_.value_dim;
+  const std::int64_t o_width = std::int64_t{shape_.q_heads} * shape_.value_dim;
+  const float* q = block.q.data() + rows.row * q_width;
+  const float* k = block.k.data() + rows.row * k_width;
+  const float* v = block.v.data() + rows.row * v_width;
+  float* o = block.o.data() + rows.row * o_width;
+  if (rows.lane == nullptr) {
+    std::vector<float> lse;
+    full_.attend(block.layer, rows.first, rows.steps, q, k, v, o, lse);
+    return;
+  }
+  if (!rows.lane->failed().empty()) return;
+  try {
+    rows.lane->run_layer(block.layer, {rows.first, rows.steps, q, k, v, o});
+  } catch (const std::exception& e) {
+    rows.lane->fail(fmt::format("{}: sequence {}, layer {}: {}", trace_.path(), info_.id,
+                                block.layer, e.what()));
+  }
+}
+
+void closed_loop_pass::score_rows(std::span<const lane_rows> rows, std::span<const float> residual,
+                                  std::span<const float> reference, bool with_reference) {
+  const std::int64_t hidden = model_.config().hidden_size;
+  std::int64_t last = block_first_;
+  for (const auto& part : rows) last = std::max(last, part.first + part.steps);
+  std::vector<scored_position> positions;
+  for (std::int64_t t = block_first_; t < last; ++t) {
+    scored_position at;
+    at.position = t;
+    at.next = token_after(t);
+    at.reference = reference.data() + (t - block_first_) * hidden;
+    if (with_reference) {
+      at.reference_out = &full_scores_[static_cast<size_t>(t - info_.n_prompt + 1)];
+    }
+    for (const auto& part : rows) {
+      if (part.lane == nullptr || t < part.first || t >= part.first + part.steps) continue;
+      at.rows.push_back({residual.data() + (part.row + t - part.first) * hidden,
+                         &part.lane->state().policy().budget.gate, part.lane->score(t)});
+    }
+    if (with_reference || !at.rows.empty()) positions.push_back(std::move(at));
+  }
+  score_logits(model_, positions);
+}
+
+void closed_loop_pass::report_progress(std::int64_t layer_rows) {
+  progress_done_ = std::min(progress_done_ + layer_rows, progress_total_);
+  if (options_.progress) options_.progress(progress_done_, progress_total_);
+}
+
+std::vector<lane_output> replay_closed(const traces::reader& trace, int sequence,
+                                       const tracer::model& model,
+                                       std::span<const policies::policy> policies,
+                                       const closed_loop_options& options) {
+  return closed_loop_pass(trace, sequence, model, policies, options).run();
+}
+
+}  // namespace kvreplay::replay

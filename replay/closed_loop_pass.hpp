@@ -1,0 +1,76 @@
+// One run of the closed loop over a sequence: shared by closed_loop.cpp, which drives the model,
+// and closed_loop_rows.cpp, which turns what was scored into rows.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "replay/closed_lane.hpp"
+#include "replay/closed_loop.hpp"
+#include "replay/full_lane.hpp"
+#include "replay/row_basics.hpp"
+
+namespace kvreplay::replay {
+
+// Rows of one lane in a forward pass; lane null: the reference.
+struct lane_rows {
+  closed_lane* lane = nullptr;
+  std::int64_t first = 0, steps = 0;  // positions
+  std::int64_t row = 0;               // of the first, in the pass
+};
+
+class closed_loop_pass {
+ public:
+  closed_loop_pass(const traces::reader& trace, int sequence, const tracer::model& model,
+                   std::span<const policies::policy> policies, const closed_loop_options& options);
+  std::vector<lane_output> run();
+
+ private:
+  void start_lanes(std::vector<lane_output>& out);
+  std::unique_ptr<closed_lane> start_lane(const policies::policy& policy) const;
+  closed_gate gate_for(const policies::policy& policy) const;
+
+  void run_prompt();
+  void prompt_layer(tracer::attention_block& block);
+  void score_prompt(std::span<const float> residual);
+  void run_block(std::int64_t first, std::int64_t steps);
+  void run_rows(std::vector<lane_rows>& rows, std::vector<float>& reference);
+  void attend(tracer::attention_block& block, std::span<const lane_rows> rows);
+  void attend_lane(tracer::attention_block& block, const lane_rows& rows);
+  void score_rows(std::span<const lane_rows> rows, std::span<const float> residual,
+                  std::span<const float> reference, bool with_reference);
+  void round_rows(tracer::attention_block& block) const;
+  void report_progress(std::int64_t layer_rows);
+  std::int32_t token_after(std::int64_t position) const;
+
+  void finish(const closed_lane* lane, lane_output& out) const;
+  void finish_memory(const closed_lane* lane, lane_output& out) const;
+  void finish_quality(std::span<const logit_score> scores, reports::result& row) const;
+  void finish_answers(std::span<const logit_score> scores, reports::result& row) const;
+  void finish_confidence(const policies::policy& policy, double tau,
+                         std::span<const logit_score> scores, reports::result& row) const;
+  void finish_steps(const lane_measures& measures, std::span<const logit_score> scores,
+                    lane_output& out) const;
+  lane_measures full_measures() const;
+  std::vector<std::vector<dropped_positions>> full_dropped() const;
+
+  const traces::reader& trace_;
+  const traces::sequence_info& info_;
+  const traces::model_info& trace_model_;
+  const tracer::model& model_;
+  std::span<const policies::policy> policies_;
+  const closed_loop_options& options_;
+  std::vector<std::int32_t> tokens_;
+  std::vector<int> layers_;  // all of the model's
+  kernels::cache_shape shape_;
+  full_lane full_;
+  std::vector<std::unique_ptr<closed_lane>> lanes_;  // [policies]; null: refused, or `full` itself
+  std::vector<logit_score> full_scores_;             // [decode steps + 1], from P-1 on
+  std::int64_t block_first_ = 0;                     // of the block being run
+  std::int64_t progress_done_ = 0, progress_total_ = 0;
+};
+
+}  // namespace kvreplay::replay

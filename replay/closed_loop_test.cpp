@@ -1,0 +1,181 @@
+// The closed loop on small models: the same bits for every block size, batch and thread count;
+// decisions that depend on nothing but steps up to their own; the full cache against itself.
+#include "replay/closed_loop.hpp"
+
+#include <doctest/doctest.h>
+#include <tbb/global_control.h>
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "policies/policy.hpp"
+#include "replay/test_support.hpp"
+#include "reports/result.hpp"
+#include "tracer/model.hpp"
+#include "tracer/record.hpp"
+#include "traces/reader.hpp"
+#include "traces/writer.hpp"
+
+namespace kvreplay::replay {
+namespace {
+
+std::string model_path(const std::string& name) {
+  return std::string(KVREPLAY_SOURCE_DIR) + "/tracer/testdata/models/" + name;
+}
+
+// Ids that repeat at irregular distances, so that attention has something to find.
+std::vector<std::int32_t> some_text(int vocabulary, int length) {
+  std::vector<std::int32_t> out;
+  for (int i = 0; i < length; ++i) out.push_back((i * i % 23 + i / 7 * 5) % vocabulary);
+  return out;
+}
+
+struct recorded_run {
+  temporary_folder folder;
+  tracer::model model;
+  std::string path = folder / "t.h5";
+
+  explicit recorded_run(const std::string& name, std::int64_t prompt = 24, int length = 88,
+                        bool confidence = true)
+      : model(tracer::model::load(model_path(name))) {
+    tracer::record_options options;
+    options.tokens = some_text(model.config().vocab_size, length);
+    options.prompt_length = prompt;
+    options.full_logits = confidence;
+    tracer::record(model, path, options, {});
+  }
+};
+
+std::vector<policies::policy> parse_all(const std::vector<std::string>& specs) {
+  std::vector<policies::policy> out;
+  for (const auto& spec : specs) out.push_back(policies::parse_policy(spec));
+  return out;
+}
+
+const std::vector<std::string>& specs() {
+  static const std::vector<std::string> all{
+      "full",
+      "full+int8:window=8,scales=token",
+      "window:budget=16",
+      "streaming:budget=16,sinks=2",
+      "random:budget=16,recent=4",
+      "h2o:budget=16",
+      "h2o:budget=30%,scope=layer",
+      "tova:budget=16",
+      "confkv:high=8,low=24,recent=4,tau=q0.5",
+      "confkv:high=8,low=24,recent=4,tau=q0.5,shrink=2,hold=1,smooth=0.3",
+      "confkv:high=8,low=24,recent=4,tau=q0.5,gate=inverted,shrink=1",
+      "confkv:high=8,low=24,recent=4,tau=q0.4,temperature=1.5",
+      "confkv:high=8,low=24,recent=4,gate=random",
+      "confkv:high=8,low=24,recent=4,tau=q0.5,gate=shuffled",
+      "confkv-l:high=10,low=24,recent=4,tau=q0.6+int8:window=6",
+      "h2o:budget=16+every:n=5",
+      "window:budget=16+prefill"};
+  return all;
+}
+
+// Everything but the times and the passes, which depend on the block size.
+std::vector<std::string> differences_of(const std::vector<lane_output>& a,
+                                        const std::vector<lane_output>& b) {
+  reports::report left, right;
+  for (const auto* side : {&a, &b}) {
+    for (const auto& lane : *side) {
+      auto row = lane.row;
+      row.events.passes.reset();
+      (side == &a ? left : right).runs.push_back(row);
+    }
+  }
+  auto out = reports::differences(left, right);
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (a[i].dropped != b[i].dropped) out.push_back(a[i].row.policy + ": kept sets");
+  }
+  return out;
+}
+
+TEST_CASE("blocks of any size, batches and threads give the same bits") {
+  for (const char* name : {"llama", "qwen2"}) {
+    CAPTURE(name);
+    const recorded_run run(name);
+    const traces::reader trace(run.path);
+    const auto policies = parse_all(specs());
+    closed_loop_options options;
+    options.kept = true;
+    options.block = 1;
+    const auto sequential = replay_closed(trace, 0, run.model, policies, options);
+    for (const auto& lane : sequential) {
+      REQUIRE_MESSAGE(lane.row.status == "ok", lane.row.note);
+      if (lane.row.events.passes) CHECK(*lane.row.events.passes == 1);
+    }
+    double most_passes = 0;
+    for (const std::int64_t block : {7, 16, 128}) {
+      CAPTURE(block);
+      options.block = block;
+      const auto blocks = replay_closed(trace, 0, run.model, policies, options);
+      CHECK(differences_of(sequential, blocks) == std::vector<std::string>{});
+      for (const auto& lane : blocks) {
+        most_passes = std::max(most_passes, lane.row.events.passes.value_or(0));
+      }
+    }
+    CHECK(most_passes > 1);  // else nothing iterated and the test shows nothing
+    std::vector<lane_output> alone;
+    const tbb::global_control one(tbb::global_control::max_allowed_parallelism, 1);
+    for (const auto& policy : policies) {
+      alone.push_back(std::move(replay_closed(trace, 0, run.model, {&policy, 1}, options)[0]));
+    }
+    CHECK(differences_of(sequential, alone) == std::vector<std::string>{});
+  }
+}
+
+TEST_CASE("the full cache against itself, and against the recording") {
+  const recorded_run run("llama3_scaled");
+  const traces::reader trace(run.path);
+  const auto policies = parse_all({"full", "window:budget=1000", "window:budget=4"});
+  const auto lanes = replay_closed(trace, 0, run.model, policies, {});
+  const auto& info = trace.sequence(0);
+  const auto tokens = trace.tokens(0);
+  double nll = 0;
+  for (std::int64_t t = info.n_prompt; t + 1 < info.n_tokens; ++t) {
+    const auto row = trace.logits(0, t - info.n_prompt + 1, t - info.n_prompt + 2);
+    double sum = 0;
+    for (int i = 0; i < trace.model().vocab_size; ++i)
+      sum += std::exp(double{row[static_cast<size_t>(i)]});
+    nll += std::log(sum) - row[static_cast<size_t>(tokens[static_cast<size_t>(t + 1)])];
+  }
+  const auto& full = lanes[0].row;
+  CHECK(*full.quality.logit_kl == 0);
+  CHECK(*full.quality.logit_kl_p99 == 0);
+  CHECK(*full.quality.top1_agreement == 1);
+  CHECK(*full.quality.ppl_delta == 0);
+  CHECK(full.tokens.scored == 63);
+  CHECK(*full.quality.ppl == doctest::Approx(std::exp(nll / 63)).epsilon(1e-5));
+  CHECK(*full.memory.memory_ratio == 1);
+  // Kept whole by a cache of its own: another order of sums, nothing else.
+  CHECK(*lanes[1].row.quality.logit_kl < 1e-7);
+  CHECK(*lanes[1].row.memory.mean_bytes == *full.memory.mean_bytes);
+  CHECK(*lanes[2].row.quality.logit_kl > 1e-4);
+  CHECK(*lanes[2].row.memory.mean_entries == 5);
+}
+
+TEST_CASE("what is refused, by name; the others go on") {
+  const recorded_run run("llama", 24, 60, false);
+  const traces::reader trace(run.path);
+  const auto other = tracer::model::load(model_path("qwen2"));
+  std::string why;
+  try {
+    replay_closed(trace, 0, other, {}, {});
+  } catch (const traces::trace_error& e) {
+    why = e.what();
+  }
+  CHECK(why.find("recorded with another model than qwen2: layers 2, expected 3") !=
+        std::string::npos);
+  const auto policies = parse_all({"confkv:high=8,low=24,recent=4,tau=0.5,temperature=2",
+                                   "confkv:high=8,low=24,recent=4,tau=q0.5,temperature=2"});
+  const auto lanes = replay_closed(trace, 0, run.model, policies, {});
+  CHECK(lanes[0].row.status == "ok");  // its own logits serve; the trace has none
+  CHECK(lanes[1].row.status == "failed");
+  CHECK(lanes[1].row.note.find("logits") != std::string::npos);
+}
+
+}  // namespace
+}  // namespace kvreplay::replay
