@@ -54,12 +54,17 @@ TEST_CASE("usage errors are one line and exit code 2") {
       "record --model x --tokens y -o z.h5 --generate 4 --prompt-length 3",
       "record --model x --tokens y -o z.h5 --generate 4 --attention every=0",
       "policies confvk"};
-  for (const char* rest :
-       {"windw:budget=4", "window:budgt=4", "window:budget=-1", "confkv:tau=-.5",
-        "window:budget=1e3", "window:budget=0.2", "window:budget=",
-        "window:budget=18446744073709551616", "window:budget=nan", "window:budget=4,budget=5",
-        "full -o x.xlsx", "full --skip -1", "full --skip 40", "full --threads 0",
-        "full --device cuda", "full --resume", "full --match-bytes 20%", "full --unknown"}) {
+  for (const char* rest : {"windw:budget=4",     "window:budgt=4",
+                           "window:budget=-1",   "confkv:tau=-.5",
+                           "window:budget=1e3",  "window:budget=0.2",
+                           "window:budget=",     "window:budget=18446744073709551616",
+                           "window:budget=nan",  "window:budget=4,budget=5",
+                           "full -o x.xlsx",     "full --skip -1",
+                           "full --skip 40",     "full --threads 0",
+                           "full --device cuda", "full --mode closed",
+                           "full --sequential",  "full --kv-dtype fp32",
+                           "full --resume",      "full --match-bytes 20%",
+                           "full --unknown"}) {
     wrong.push_back(fmt::format("replay {} -p {}", t, rest));
   }
   for (const auto& arguments : wrong) {
@@ -186,6 +191,42 @@ TEST_CASE("a killed run's finished rows are kept by --resume") {
   REQUIRE(run(folder, command + out + " --resume").code == 0);
   CHECK(reports::differences(whole, reports::read_json(slurp(out), out)).empty());
   CHECK(slurp(out + ".journal").empty());
+}
+
+TEST_CASE("with a model the closed rows stand beside the open ones, and are resumed") {
+  temporary_folder folder;
+  const std::string model = std::string(KVREPLAY_SOURCE_DIR) + "/tracer/testdata/models/llama";
+  std::ofstream(folder / "ids")
+      << "3 1 4 1 5 9 2 6 5 3 5 8 9 7 9 3 2 3 8 4 6 2 6 4 3 3 8 3 2 7 9 5";
+  REQUIRE(run(folder, "record --model " + model + " --tokens " + (folder / "ids") +
+                          " --prompt-length 12 -o " + (folder / "t.h5"))
+              .code == 0);
+  const auto out = folder / "r.json";
+  const std::string command = "replay " + (folder / "t.h5") + " --model " + model +
+                              " -p full -p window:budget=6 -p h2o:budget=6 -o " + out;
+  const auto made = run(folder, command);
+  REQUIRE_MESSAGE(made.code == 0, made.err);
+  CHECK(made.out.find("open loop: ") != std::string::npos);
+  CHECK(made.out.find("closed loop: ") != std::string::npos);
+  const auto whole = reports::read_json(slurp(out), out);
+  REQUIRE(whole.runs.size() == 6);
+  for (size_t i = 0; i < 6; ++i) {
+    CHECK(whole.runs[i].mode == (i % 2 == 0 ? "open" : "closed"));
+    CHECK(whole.runs[i].policy == whole.runs[i / 2 * 2].policy);
+    CHECK(whole.runs[i].quality.logit_kl.has_value() == (i % 2 == 1));
+  }
+  CHECK(whole.runs[5].tokens.scored == 19);
+  // What a kill leaves of it: an open row and its closed one.
+  std::ofstream(out + ".journal") << reports::to_json_line(whole.runs[2]) << "\n"
+                                  << reports::to_json_line(whole.runs[3]) << "\n";
+  std::remove(out.c_str());
+  REQUIRE(run(folder, command + " --resume --sequential").code == 0);
+  auto resumed = reports::read_json(slurp(out), out);
+  CHECK(reports::differences(whole, resumed).empty());
+  const auto other =
+      run(folder, "replay " + (folder / "t.h5") + " -p full --model " + model + "3_scaled");
+  CHECK(other.code == 1);
+  CHECK_MESSAGE(one_line(other.err), other.err);
 }
 
 TEST_CASE("matched policies meet the bytes of the target") {

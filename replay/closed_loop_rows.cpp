@@ -84,7 +84,7 @@ void closed_loop_pass::finish(const closed_lane* lane, lane_output& out) const {
   } else {
     finish_confidence({}, 0, scores, row);
   }
-  if (options_.kv_fp32) add_note(row, "caches in FP32 (--kv-dtype fp32)");
+  if (options_.kv_fp32) add_note(row, fp32_note);
 }
 
 void closed_loop_pass::finish_memory(const closed_lane* lane, lane_output& out) const {

@@ -167,7 +167,7 @@ TEST_CASE("what is refused, by name; the others go on") {
   } catch (const traces::trace_error& e) {
     why = e.what();
   }
-  CHECK(why.find("recorded with another model than qwen2: layers 2, expected 3") !=
+  CHECK(why.find("recorded with another model than qwen2: query heads 6, expected 7") !=
         std::string::npos);
   const auto policies = parse_all({"confkv:high=8,low=24,recent=4,tau=0.5,temperature=2",
                                    "confkv:high=8,low=24,recent=4,tau=q0.5,temperature=2"});

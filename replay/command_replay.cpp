@@ -12,16 +12,20 @@
 
 #include "policies/params.hpp"
 #include "policies/policy.hpp"
+#include "replay/closed_loop.hpp"
 #include "replay/commands.hpp"
+#include "replay/gap.hpp"
 #include "replay/labels.hpp"
 #include "replay/match_bytes.hpp"
 #include "replay/open_loop.hpp"
 #include "replay/output_files.hpp"
 #include "replay/progress.hpp"
+#include "replay/row_basics.hpp"
 #include "replay/text.hpp"
 #include "reports/atomic_file.hpp"
 #include "reports/csv.hpp"
 #include "reports/table.hpp"
+#include "tracer/model.hpp"
 #include "traces/reader.hpp"
 
 namespace kvreplay::replay {
@@ -64,6 +68,7 @@ class replay_run {
           detailed ? "--resume keeps finished rows only: it excludes --steps, --heads and --kept"
                    : "--resume needs -o: the journal of finished rows stands beside that file");
     }
+    modes_ = modes_of(command);
   }
 
   int run();
@@ -71,12 +76,21 @@ class replay_run {
  private:
   void probe() const;
   void run_trace(const std::string& path);
+  static std::vector<std::string> modes_of(const replay_command& command);
+  void load_model();
   void run_sequence(const traces::reader& trace, int sequence);
+  // Rows of one mode, one per match.
+  std::vector<reports::result> run_mode(const std::string& mode, const traces::reader& trace,
+                                        int sequence, std::span<const matched_policy> matches,
+                                        const open_loop_options& options);
+  std::vector<lane_output> run_policies(const std::string& mode, const traces::reader& trace,
+                                        int sequence, std::span<const policies::policy> todo,
+                                        open_loop_options options);
   std::vector<matched_policy> matched(const traces::reader& trace, int sequence,
                                       const open_loop_options& options);
-  const reports::result* finished(const traces::reader& trace, int sequence,
-                                  const policies::policy& policy) const;
-  void keep(lane_output lane, const matched_policy& match);
+  const reports::result* finished(const std::string& mode, const traces::reader& trace,
+                                  int sequence, const policies::policy& policy) const;
+  reports::result keep(lane_output lane, const matched_policy& match);
   void write_kept(const traces::reader& trace, int sequence, const lane_output& lane);
   void write_outputs() const;
   void print_table() const;
@@ -85,6 +99,8 @@ class replay_run {
   const replay_command& command_;
   std::optional<match_target> target_;
   std::vector<policies::policy> policies_;
+  std::vector<std::string> modes_;
+  std::optional<tracer::model> model_;
   std::vector<reports::result> journal_rows_;
   std::optional<reports::journal_writer> journal_;
   reports::report report_;
@@ -109,6 +125,7 @@ int replay_run::run() {
   }
   report_.tool = {version_number(),     revision_text(), "cpu",      hdf5_text(),    cuda_text(),
                   common_.command_line, compiler_text(), cpu_text(), common_.threads};
+  load_model();
   for (const auto& path : command_.traces) run_trace(path);
   write_outputs();
   if (journal_) journal_->remove();
@@ -117,6 +134,29 @@ int replay_run::run() {
                                   [](const auto& row) { return row.status != "ok"; });
   if (failed) return exit_failed;
   return recovered_ ? exit_recovered : exit_ok;
+}
+
+std::vector<std::string> replay_run::modes_of(const replay_command& command) {
+  const std::string mode = !command.mode.empty()             ? command.mode
+                           : command.model_directory.empty() ? "open"
+                                                             : "both";
+  if (mode != "open" && command.model_directory.empty()) {
+    throw usage_error(fmt::format("--mode {} needs --model DIR", mode));
+  }
+  const bool closed_only = command.sequential || command.kv_dtype != "fp16";
+  if (mode == "open" && closed_only) {
+    throw usage_error("--sequential and --kv-dtype are of the closed loop: give --model DIR");
+  }
+  if (mode == "both") return {"open", "closed"};
+  return {mode};
+}
+
+void replay_run::load_model() {
+  if (command_.model_directory.empty()) return;
+  std::vector<std::string> notes;
+  model_ = tracer::model::load(command_.model_directory, &notes);
+  if (common_.quiet) return;
+  for (const auto& note : notes) fmt::print(stderr, "kvreplay: note: {}\n", note);
 }
 
 // A trace that cannot be read is one failed row per policy; the other traces go on. Alone on the
@@ -165,26 +205,56 @@ void replay_run::run_sequence(const traces::reader& trace, int sequence) {
   options.per_head = !command_.heads_file.empty();
   options.kept = !command_.kept_file.empty();
   const auto matches = matched(trace, sequence, options);
+  std::vector<std::vector<reports::result>> rows;
+  for (const auto& mode : modes_) rows.push_back(run_mode(mode, trace, sequence, matches, options));
+  const auto first = static_cast<std::ptrdiff_t>(report_.runs.size());
+  for (size_t i = 0; i < matches.size(); ++i) {
+    for (auto& of_mode : rows) report_.runs.push_back(std::move(of_mode[i]));
+  }
+  fill_gaps({report_.runs.begin() + first, report_.runs.end()});
+}
+
+std::vector<reports::result> replay_run::run_mode(const std::string& mode,
+                                                  const traces::reader& trace, int sequence,
+                                                  std::span<const matched_policy> matches,
+                                                  const open_loop_options& options) {
   std::vector<policies::policy> todo;
   for (const auto& match : matches) {
-    if (finished(trace, sequence, match.policy) == nullptr) todo.push_back(match.policy);
+    if (finished(mode, trace, sequence, match.policy) == nullptr) todo.push_back(match.policy);
   }
   std::vector<lane_output> lanes;
-  {
-    progress_bar bar(fmt::format("{} policies", todo.size()), "layer steps", common_.quiet);
-    options.progress = [&](std::int64_t done, std::int64_t total) { bar.update(done, total); };
-    if (!todo.empty()) lanes = replay_open(trace, sequence, todo, options);
-  }
+  if (!todo.empty()) lanes = run_policies(mode, trace, sequence, todo, options);
+  std::vector<reports::result> out;
   size_t next = 0;
   for (const auto& match : matches) {
-    if (const auto* row = finished(trace, sequence, match.policy)) {
-      report_.runs.push_back(*row);
+    if (const auto* row = finished(mode, trace, sequence, match.policy)) {
+      out.push_back(*row);
       continue;
     }
     auto& lane = lanes[next++];
     if (options.kept && lane.row.status == "ok") write_kept(trace, sequence, lane);
-    keep(std::move(lane), match);
+    out.push_back(keep(std::move(lane), match));
   }
+  return out;
+}
+
+std::vector<lane_output> replay_run::run_policies(const std::string& mode,
+                                                  const traces::reader& trace, int sequence,
+                                                  std::span<const policies::policy> todo,
+                                                  open_loop_options options) {
+  const bool closed = mode == "closed";
+  progress_bar bar(fmt::format("{} policies{}", todo.size(), closed ? ", closed loop" : ""),
+                   "layer steps", common_.quiet);
+  options.progress = [&](std::int64_t done, std::int64_t total) { bar.update(done, total); };
+  if (!closed) return replay_open(trace, sequence, todo, options);
+  closed_loop_options loop;
+  loop.block = command_.sequential ? 1 : options.block;
+  loop.kv_fp32 = command_.kv_dtype == "fp32";
+  loop.skip = options.skip;
+  loop.per_step = options.per_step;
+  loop.kept = options.kept;
+  loop.progress = options.progress;
+  return replay_closed(trace, sequence, *model_, todo, loop);
 }
 
 std::vector<matched_policy> replay_run::matched(const traces::reader& trace, int sequence,
@@ -208,20 +278,25 @@ std::vector<matched_policy> replay_run::matched(const traces::reader& trace, int
   return match_bytes(trace, sequence, policies_, bytes, options);
 }
 
-const reports::result* replay_run::finished(const traces::reader& trace, int sequence,
-                                            const policies::policy& policy) const {
-  const auto scored = trace.sequence(sequence).n_decode() - command_.skip;
+const reports::result* replay_run::finished(const std::string& mode, const traces::reader& trace,
+                                            int sequence, const policies::policy& policy) const {
+  const bool closed = mode == "closed";
+  // A closed row scores tokens, and the last position has none to predict.
+  const auto scored = trace.sequence(sequence).n_decode() - command_.skip - (closed ? 1 : 0);
   for (const auto& row : journal_rows_) {
+    const bool same_run =
+        closed ? (row.note.find(fp32_note) != std::string::npos) == (command_.kv_dtype == "fp32")
+               : row.quality.recall_bound.has_value() != command_.no_bound;
     if (row.status == "ok" && row.trace_fingerprint == trace.fingerprint(sequence) &&
-        row.sequence == sequence && row.policy == policy.resolved && row.mode == "open" &&
-        row.tokens.scored == scored && row.quality.recall_bound.has_value() != command_.no_bound) {
+        row.sequence == sequence && row.policy == policy.resolved && row.mode == mode &&
+        row.tokens.scored == scored && same_run) {
       return &row;
     }
   }
   return nullptr;
 }
 
-void replay_run::keep(lane_output lane, const matched_policy& match) {
+reports::result replay_run::keep(lane_output lane, const matched_policy& match) {
   auto& row = lane.row;
   row.budget_factor = match.factor;
   row.match_difference = match.difference;
@@ -231,7 +306,7 @@ void replay_run::keep(lane_output lane, const matched_policy& match) {
   for (const auto& step : lane.steps) reports::write_row(steps_, step);
   for (const auto& head : lane.heads) reports::write_row(heads_, head);
   if (journal_) journal_->append(row);
-  report_.runs.push_back(std::move(row));
+  return std::move(row);
 }
 
 void replay_run::write_kept(const traces::reader& trace, int sequence, const lane_output& lane) {
@@ -272,7 +347,9 @@ void replay_run::print_table() const {
     options.footer.push_back(
         fmt::format("budgets scaled to the mean bytes of {}", command_.match_bytes));
   }
-  options.footer.emplace_back(open_loop_line);
+  for (const auto& mode : modes_) {
+    options.footer.emplace_back(mode == "open" ? open_loop_line : closed_loop_line);
+  }
   fmt::print("{}", reports::to_table(report_.runs, options));
 }
 

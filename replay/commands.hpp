@@ -58,6 +58,8 @@ int run_policies(const policies_command& command);
 struct replay_command {
   std::vector<std::string> traces, policies, outputs;
   std::string match_bytes, steps_file, heads_file, kept_file;
+  std::string model_directory, mode, kv_dtype = "fp16";
+  bool sequential = false;
   std::int64_t skip = 0, block = 128;
   bool no_bound = false, recover = false, resume = false;
 };

@@ -13,6 +13,9 @@ namespace kvreplay::replay {
 inline constexpr const char* open_loop_line =
     "open loop: recorded activations; what evicted context changes in later hidden states is left "
     "out";
+// And of closed-loop rows.
+inline constexpr const char* closed_loop_line =
+    "closed loop: the model runs on the policy's cache; full, in FP16, runs along as the reference";
 
 // One per row: the policy with those of its parameters that are not as by default.
 std::vector<std::string> labels_of(std::span<const reports::result> rows);

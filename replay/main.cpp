@@ -168,6 +168,15 @@ void add_replay(CLI::App& app, command_line& line) {
       ->take_all()
       ->expected(1)
       ->allow_extra_args(false);
+  sub->add_option("--model", c.model_directory,
+                  "The recorded model (Hugging Face directory): closed loop beside the open one");
+  sub->add_option("--mode", c.mode, "open, closed or both [both with --model, else open]")
+      ->check(CLI::IsMember({"open", "closed", "both"}));
+  sub->add_flag("--sequential", c.sequential, "Closed loop token by token: --block 1 for it");
+  sub->add_option("--kv-dtype", c.kv_dtype,
+                  "Closed loop: fp16 as deployed, or fp32, which rounds nothing (checks)")
+      ->check(CLI::IsMember({"fp16", "fp32"}))
+      ->capture_default_str();
   sub->add_option("--match-bytes", c.match_bytes,
                   "Scale every budget until mean bytes equal this SPEC's, or this size (64MiB)");
   sub->add_flag("--no-bound", c.no_bound, "Skip recall_bound: a step then costs O(budget)");

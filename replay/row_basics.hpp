@@ -14,6 +14,9 @@
 
 namespace kvreplay::replay {
 
+// In the note of closed-loop rows of --kv-dtype fp32.
+inline constexpr const char* fp32_note = "caches in FP32 (--kv-dtype fp32)";
+
 void add_note(reports::result& row, const std::string& text);
 
 // Trace, policy, tokens. `layers`: how many take part; skip: decode steps left out of the metrics.

@@ -83,17 +83,17 @@ TEST_CASE("keys stand in the order of the schema, and what was not measured is n
   const auto all = nlohmann::ordered_json::parse(to_json({{}, {r}}));
   std::vector<std::string> keys;
   for (const auto& [key, value] : all["runs"][0].items()) keys.push_back(key);
-  CHECK(keys == std::vector<std::string>{"trace",      "trace_fingerprint",
-                                         "sequence",   "layers",
-                                         "policy",     "name",
-                                         "params",     "precision",
-                                         "mode",       "seed",
-                                         "status",     "note",
-                                         "tokens",     "memory",
-                                         "quality",    "quality_ci",
-                                         "confidence", "events",
-                                         "time",       "match",
-                                         "sweep"});
+  CHECK(keys == std::vector<std::string>{"trace",         "trace_fingerprint",
+                                         "sequence",      "layers",
+                                         "policy",        "name",
+                                         "params",        "precision",
+                                         "mode",          "seed",
+                                         "status",        "note",
+                                         "gap_reference", "tokens",
+                                         "memory",        "quality",
+                                         "quality_ci",    "confidence",
+                                         "events",        "time",
+                                         "match",         "sweep"});
   CHECK(all["schema"] == "kvreplay.results/1");
   CHECK(all["runs"][0]["quality"]["ppl"].is_null());
   CHECK(all["runs"][0]["tokens"]["prompt"].dump() == "5");
