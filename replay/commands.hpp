@@ -73,6 +73,14 @@ struct sweep_command {
 };
 int run_sweep(const common_options& common, const sweep_command& command);
 
+struct tune_command {
+  std::vector<std::string> traces, policies, holdout, outputs;
+  std::string quality = "auto", max_bytes;
+  std::optional<double> max_ratio, min_recall;
+  std::int64_t evaluations = 100;
+};
+int run_tune(const common_options& common, const tune_command& command);
+
 struct time_command {
   std::string trace;
   std::vector<std::string> policies, outputs;

@@ -29,6 +29,7 @@ struct command_line {
   replay_command replay;
   sweep_command sweep;
   time_command time;
+  tune_command tune;
 };
 
 void add_common(CLI::App& app, common_options& common) {
@@ -258,12 +259,46 @@ void add_time(CLI::App& app, command_line& line) {
   add_device(*sub, line.common);
 }
 
+void add_tune(CLI::App& app, command_line& line) {
+  auto& c = line.tune;
+  auto* sub = app.add_subcommand("tune", "Find the best point of a grid under a limit");
+  sub->add_option("traces", c.traces, "Traces")->required();
+  sub->add_option("-p,--policy", c.policies,
+                  "SPEC with lists and ranges: tau=0.3..0.9..0.05, high=128/256/512")
+      ->required()
+      ->take_all()
+      ->expected(1)
+      ->allow_extra_args(false);
+  sub->add_option("--max-bytes", c.max_bytes, "Limit on mean bytes of a sequence, such as 64MiB");
+  sub->add_option("--max-ratio", c.max_ratio, "Limit on bytes over the full FP16 cache's")
+      ->check(CLI::Range(0.0, 10.0));
+  sub->add_option("--min-recall", c.min_recall, "Least attention recall; then bytes are minimised")
+      ->check(CLI::Range(0.0, 1.0));
+  sub->add_option("--quality", c.quality,
+                  "Metric made best under a limit on bytes [kl_proxy, residual_rel_l2 or "
+                  "output_rel_l2, the first that the traces allow]");
+  sub->add_option("--evaluations", c.evaluations, "Points that may be tried")
+      ->check(CLI::Range(1, 1 << 20))
+      ->capture_default_str();
+  sub->add_option("--holdout", c.holdout, "Traces that take no part: the best are checked on them");
+  sub->add_option("-o,--output", c.outputs, "Results file, .json or .csv; may be repeated")
+      ->take_all()
+      ->expected(1)
+      ->allow_extra_args(false);
+  sub->footer(
+      "Example:\n  kvreplay tune a.h5 b.h5 -p confkv:tau=0.3..0.9..0.05,high=128..512..64 "
+      "--max-ratio 0.25 --holdout c.h5");
+  add_common(*sub, line.common);
+  add_device(*sub, line.common);
+}
+
 int dispatch(const CLI::App& app, const command_line& line) {
   if (app.got_subcommand("record")) return run_record(line.common, line.record);
   if (app.got_subcommand("synth")) return run_synth(line.common, line.synth);
   if (app.got_subcommand("inspect")) return run_inspect(line.common, line.inspect);
   if (app.got_subcommand("policies")) return run_policies(line.policies);
   if (app.got_subcommand("sweep")) return run_sweep(line.common, line.sweep);
+  if (app.got_subcommand("tune")) return run_tune(line.common, line.tune);
   if (app.got_subcommand("time")) return run_time(line.common, line.time);
   return run_replay(line.common, line.replay);
 }
@@ -303,6 +338,7 @@ int parse_and_run(int argc, char** argv) {
   add_replay(app, line);
   add_sweep(app, line);
   add_time(app, line);
+  add_tune(app, line);
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& e) {

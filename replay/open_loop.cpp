@@ -118,7 +118,9 @@ const std::vector<double>& open_loop_pass::confidence_for(const policies::gate_r
   const std::array key{gate.w_entropy, gate.w_margin, gate.w_top, gate.temperature};
   const auto known = confidence_.find(key);
   if (known != confidence_.end()) return known->second;
-  return confidence_.emplace(key, recorded_confidence(trace_, info_.id, gate)).first->second;
+  auto c = recorded_confidence(trace_, info_.id, gate);
+  c.resize(std::min(c.size(), static_cast<size_t>(info_.n_decode() + 1)));
+  return confidence_.emplace(key, std::move(c)).first->second;
 }
 
 // Whole rows of a block are held for all query heads: at most about 64 MiB of them.
@@ -133,7 +135,7 @@ void open_loop_pass::run_layer(int slot) {
   const auto data = load_layer(trace_, info_.id, layer);
   if (parts_.residual) {
     residual_norm_[static_cast<size_t>(slot)].assign(data.residual_norm.begin() + info_.n_prompt,
-                                                     data.residual_norm.end());
+                                                     data.residual_norm.begin() + info_.n_tokens);
   }
   const projection_shape projection{model_.n_q_heads, model_.value_dim, model_.hidden_size};
   const auto weights =

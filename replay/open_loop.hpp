@@ -21,6 +21,7 @@ struct open_loop_options {
   bool bound = true;         // recall_bound and span metrics: whole rows, O(context) per step
   bool quality = true;       // false: memory and events only (budgets being matched)
   std::int64_t skip = 0;     // decode steps left out of the metrics
+  std::int64_t steps = 0;    // only the first so many decode steps; 0: all
   std::int64_t block = 128;  // most steps at a time; results do not depend on it
   bool per_step = false;     // fill lane_output::steps
   bool per_head = false;     // fill lane_output::heads

@@ -2,6 +2,7 @@
 // open_loop_rows.cpp, which turns what was measured into rows.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <map>
 #include <memory>
@@ -35,7 +36,7 @@ class open_loop_pass {
   open_loop_pass(const traces::reader& trace, int sequence,
                  std::span<const policies::policy> policies, const open_loop_options& options)
       : trace_(trace),
-        info_(trace.sequence(sequence)),
+        info_(first_steps(trace.sequence(sequence), options.steps)),
         model_(trace.model()),
         policies_(policies),
         options_(options),
@@ -45,6 +46,11 @@ class open_loop_pass {
   std::vector<lane_output> run();
 
  private:
+  static traces::sequence_info first_steps(traces::sequence_info info, std::int64_t steps) {
+    if (steps > 0)
+      info.n_tokens = std::min<decltype(info.n_tokens)>(info.n_tokens, info.n_prompt + steps);
+    return info;
+  }
   void start_lanes(std::vector<lane_output>& out);
   std::unique_ptr<running_lane> start_lane(const policies::policy& policy);
   const std::vector<double>& confidence_for(const policies::gate_rule& gate);
@@ -64,7 +70,7 @@ class open_loop_pass {
   reduce_context context_for(const running_lane& lane) const;
 
   const traces::reader& trace_;
-  const traces::sequence_info& info_;
+  const traces::sequence_info info_;  // cut where only the first steps are run
   const traces::model_info& model_;
   std::span<const policies::policy> policies_;
   const open_loop_options& options_;
