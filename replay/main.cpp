@@ -11,6 +11,7 @@
 #include <string>
 #include <thread>
 
+#include "policies/params.hpp"
 #include "policies/policy.hpp"
 #include "replay/commands.hpp"
 #include "replay/ranks.hpp"
@@ -323,9 +324,78 @@ int explain(const std::exception_ptr& thrown) {
   }
 }
 
+// --config FILE.toml, before or behind the command: a table per command, keys as the long options.
+void add_config(CLI::App& app) {
+  app.set_config("--config")
+      ->description("Options from a TOML file, a table per command; the command line wins");
+  app.allow_config_extras(CLI::config_extras_mode::error);
+  for (auto* sub : app.get_subcommands({})) sub->fallthrough();
+}
+
+// What is wrong with a --config file, in our words: CLI11 names the key alone.
+std::string config_complaint(const CLI::App& app, const std::string& what) {
+  const auto at = what.rfind(' ');
+  const std::string key = at == std::string::npos ? what : what.substr(at + 1);
+  const auto dot = key.find('.');
+  const std::string table = key.substr(0, dot);
+  std::vector<std::string> names;
+  const CLI::App* command = nullptr;
+  for (const auto* sub : app.get_subcommands({})) {
+    if (sub->get_name() == table) command = sub;
+  }
+  if (dot == std::string::npos) {
+    return fmt::format(
+        "--config: cannot read '{}'; expected a TOML table per command, [replay], and "
+        "key = value below it",
+        key);
+  }
+  if (command == nullptr) {
+    for (const auto* sub : app.get_subcommands({})) names.push_back(sub->get_name());
+  } else {
+    for (const auto* option : command->get_options()) {
+      const auto& longs = option->get_lnames();
+      names.push_back(longs.empty() ? option->get_name() : longs.front());
+    }
+  }
+  const std::vector<std::string_view> known(names.begin(), names.end());
+  const std::string word = command == nullptr ? table : key.substr(dot + 1);
+  return fmt::format("--config: unknown {} '{}'{}", command == nullptr ? "command" : "key", word,
+                     kvreplay::policies::did_you_mean(word, known));
+}
+
+std::string shell_word(const std::string& text) {
+  constexpr std::string_view safe =
+      "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-+=:,./%@";
+  if (!text.empty() && text.find_first_not_of(safe) == std::string::npos) return text;
+  std::string out;
+  for (const char c : text) {
+    if (c == '\'') out += "'\\'";
+    out += c;
+  }
+  return fmt::format("'{}'", out);
+}
+
+// The command as it would be typed without a --config: what a results file keeps.
+std::string effective_command(const CLI::App& app) {
+  std::string out = "kvreplay";
+  for (const auto* sub : app.get_subcommands()) {
+    out += fmt::format(" {}", sub->get_name());
+    for (const auto* option : sub->get_options()) {
+      if (option->count() == 0) continue;
+      const bool flag = option->get_expected_max() == 0;
+      const bool positional = option->get_positional();
+      for (const auto& value : option->results()) {
+        if (!positional) out += fmt::format(" --{}", option->get_lnames().front());
+        if (flag) break;
+        out += fmt::format(" {}", shell_word(value));
+      }
+    }
+  }
+  return out;
+}
+
 int parse_and_run(int argc, char** argv) {
   command_line line;
-  line.common.command_line = fmt::format("{}", fmt::join(argv, argv + argc, " "));
   CLI::App app("Record a decode once, replay any KV-cache policy over it, score bytes and quality.",
                "kvreplay");
   app.set_version_flag("--version", version_text);
@@ -339,10 +409,14 @@ int parse_and_run(int argc, char** argv) {
   add_sweep(app, line);
   add_time(app, line);
   add_tune(app, line);
+  add_config(app);
   try {
     app.parse(argc, argv);
+    line.common.command_line = effective_command(app);
   } catch (const CLI::Success& e) {
     return app.exit(e);
+  } catch (const CLI::ConfigError& e) {
+    return complain(config_complaint(app, e.what()).c_str(), exit_usage);
   } catch (const CLI::ParseError& e) {
     return complain(fmt::format("{} (see kvreplay --help)", e.what()).c_str(), exit_usage);
   }
