@@ -48,10 +48,8 @@ def run_find_gguf(args: argparse.Namespace) -> None:
         print(path)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kvtrace_tools", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-
+def add_commands(commands: argparse._SubParsersAction) -> None:
+    """The tools' commands, also part of the command line of `kvtrace`."""
     sub = commands.add_parser("gguf-to-hf", help="a GGUF model to a Hugging Face directory")
     sub.add_argument("model", type=Path, metavar="MODEL.gguf")
     sub.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
@@ -81,6 +79,11 @@ def make_parser() -> argparse.ArgumentParser:
     sub = commands.add_parser("find-gguf", help="path of the GGUF that an installed package carries")
     sub.add_argument("package")
     sub.set_defaults(run=run_find_gguf)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvtrace_tools", description=__doc__)
+    add_commands(parser.add_subparsers(dest="command", required=True))
     return parser
 
 
