@@ -3,7 +3,9 @@
 # warnings as errors, run the tests under the sanitizers and in the release build.
 #
 # Environment: KVREPLAY_SKIP_ASAN=1 leaves the sanitizer build out; KVREPLAY_SKIP_REAL_MODEL=1 the
-# tests on SmolLM2. Both say so.
+# tests on SmolLM2. KVREPLAY_TORCH=1 makes the PyTorch environment that the tests of kvtrace need
+# (6 GB, in KVREPLAY_TORCH_VENV or the user's cache folder); where it exists they run by default, and
+# KVREPLAY_TORCH=0 leaves them out. Each says so.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -27,6 +29,19 @@ else
   fi
 fi
 
+torch_venv=${KVREPLAY_TORCH_VENV:-${XDG_CACHE_HOME:-$HOME/.cache}/kvreplay/torch-venv}
+torch_python=
+if [ "${KVREPLAY_TORCH:-}" = 0 ]; then
+  echo "SKIPPED by KVREPLAY_TORCH=0: the tests of kvtrace on PyTorch"
+elif [ "${KVREPLAY_TORCH:-}" = 1 ] || [ -x "$torch_venv/bin/python" ]; then
+  [ -x "$torch_venv/bin/python" ] || python3 -m venv "$torch_venv"
+  torch_python=$torch_venv/bin/python
+  "$torch_python" -c 'import torch, transformers, h5py, tokenizers' 2>/dev/null ||
+    "$torch_python" -m pip install -q -r tracer/python/requirements-torch.txt
+else
+  echo "SKIPPED by default (no $torch_venv): the tests of kvtrace on PyTorch; set KVREPLAY_TORCH=1"
+fi
+
 if [ "${KVREPLAY_SKIP_ASAN:-0}" = 1 ]; then
   echo "SKIPPED by KVREPLAY_SKIP_ASAN: the sanitizer build"
 else
@@ -38,6 +53,7 @@ fi
 
 echo "== tests"
 cmake --preset release -DBUILD_TESTING=ON -DKVREPLAY_BENCHMARKS=ON \
-  -DKVREPLAY_PYTHON="$PWD/build/venv/bin/python" -DKVREPLAY_MODEL="$model"
+  -DKVREPLAY_PYTHON="$PWD/build/venv/bin/python" -DKVREPLAY_MODEL="$model" \
+  -DKVREPLAY_TORCH_PYTHON="$torch_python"
 cmake --build --preset release
 ctest --preset release

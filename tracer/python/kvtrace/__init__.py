@@ -27,8 +27,19 @@ if TYPE_CHECKING:
     from .options import AttentionCall, ImageRequest
     from .recording import Recording
 
-__all__ = ["AttentionCall", "ImageRequest", "LayerFacts", "ModelInfo", "RecordError", "SequencePlan", "TraceWriter", "__version__",
-           "check_versions", "record", "teacher_forced"]
+__all__ = [
+    "AttentionCall",
+    "ImageRequest",
+    "LayerFacts",
+    "ModelInfo",
+    "RecordError",
+    "SequencePlan",
+    "TraceWriter",
+    "__version__",
+    "check_versions",
+    "record",
+    "teacher_forced",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -46,13 +57,17 @@ def check_versions() -> None:
         import torch  # noqa: F401
         import transformers
     except ImportError as error:
-        raise RecordError(f"recording needs torch and transformers: {error}; pip install "
-                          "'torch>=2.6' 'transformers>=5.0'") from error
+        raise RecordError(
+            f"recording needs torch and transformers: {error}; pip install "
+            "'torch>=2.6' 'transformers>=5.0'"
+        ) from error
     found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if found < OLDEST_TRANSFORMERS:
         oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
-        raise RecordError(f"transformers {transformers.__version__}: its eager attention cannot be "
-                          f"seen; at least {oldest} is needed (pip install 'transformers>={oldest}')")
+        raise RecordError(
+            f"transformers {transformers.__version__}: its eager attention cannot be "
+            f"seen; at least {oldest} is needed (pip install 'transformers>={oldest}')"
+        )
 
 
 def record(model: PreTrainedModel, path: str | os.PathLike[str], **options: Any) -> Recording:
@@ -72,8 +87,8 @@ def record(model: PreTrainedModel, path: str | os.PathLike[str], **options: Any)
                      mass per column; "all" (default)
       kv_dtype       "fp16": q, k, v are rounded to 16 bits before attention, as a deployed FP16
                      cache would, and the model computes with that; "model" (default): as they are
-      prompt_length  of plain forward passes: positions that count as prompt; default: the first pass
-      capacity       positions that plain forward passes will feed, if known
+      prompt_length  of plain forward passes: positions that count as prompt; default: the first
+      pass capacity       positions that plain forward passes will feed, if known
       tokenizer      gives the number of real token ids; or vocab_size, the number itself
       rope           (kind, channels), where the model's own rotation cannot be found out
       name, task, seed   for the record
@@ -96,9 +111,15 @@ def record(model: PreTrainedModel, path: str | os.PathLike[str], **options: Any)
     return Recording(model, path, RecordOptions(**options))
 
 
-def teacher_forced(model: PreTrainedModel, ids: Sequence[int] | torch.Tensor,
-                   path: str | os.PathLike[str], *, prompt_length: int, block: int = 128,
-                   **options: Any) -> Recording:
+def teacher_forced(
+    model: PreTrainedModel,
+    ids: Sequence[int] | torch.Tensor,
+    path: str | os.PathLike[str],
+    *,
+    prompt_length: int,
+    block: int = 128,
+    **options: Any,
+) -> Recording:
     """Records given token ids [tokens] in passes of `block` positions, as fast as a prompt. The
     first prompt_length are the prompt, each later one is fed as if it had been generated. Options
     are record()'s. -> the finished recording; its `summary` says what it cost."""

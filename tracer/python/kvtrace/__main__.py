@@ -12,7 +12,8 @@ from .version import __version__
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kvtrace", description="Traces of real runs for kvreplay, and tools around them.")
+        prog="kvtrace", description="Traces of real runs for kvreplay, and tools around them."
+    )
     parser.add_argument("--version", action="version", version=f"kvtrace {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     command_record.add_command(commands)

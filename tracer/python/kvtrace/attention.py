@@ -56,8 +56,15 @@ def rows_at_once(batch: int, heads: int, keys: int, device: torch.device) -> int
     return max(1, SCORE_FLOATS.get(device.type, 1 << 24) // max(1, batch * heads * keys))
 
 
-def visible(first: int, rows: int, first_key: int, keys: int, window: int,
-            begin: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def visible(
+    first: int,
+    rows: int,
+    first_key: int,
+    keys: int,
+    window: int,
+    begin: torch.Tensor | None,
+    device: torch.device,
+) -> torch.Tensor:
     """[batch or 1, rows, keys] bool; `begin` [batch]: first padded position of each sequence."""
     t = torch.arange(first, first + rows, device=device)[:, None]
     j = torch.arange(first_key, first_key + keys, device=device)[None, :]
@@ -69,9 +76,16 @@ def visible(first: int, rows: int, first_key: int, keys: int, window: int,
     return seen[None] & (j[None] >= begin[:, None, None])
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, how: Scores, first: int,
-           begin: torch.Tensor | None, column_sum: torch.Tensor | None = None,
-           counted: torch.Tensor | None = None) -> Block:
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    how: Scores,
+    first: int,
+    begin: torch.Tensor | None,
+    column_sum: torch.Tensor | None = None,
+    counted: torch.Tensor | None = None,
+) -> Block:
     """q: rows from padded position `first` on; k (and v, for o) reach up to the last of them.
     `column_sum` [batch, query heads, columns] float32 gathers the probabilities of the rows
     `counted` [batch, n] by the padded position of the key."""
@@ -125,8 +139,8 @@ def value_norm(v: torch.Tensor, wo: torch.Tensor, rows: int = 64) -> torch.Tenso
 
 
 def confidence(logits: torch.Tensor, rows: int = 64) -> torch.Tensor:
-    """[..., vocabulary] -> [..., 4] float32: entropy in nats, log-probability margin of the two most
-    likely tokens, largest probability, log-sum-exp."""
+    """[..., vocabulary] -> [..., 4] float32: entropy in nats, log-probability margin of the two
+    most likely tokens, largest probability, log-sum-exp."""
     flat = logits.reshape(-1, logits.shape[-1])
     out = []
     for at in range(0, len(flat), rows):
@@ -137,13 +151,22 @@ def confidence(logits: torch.Tensor, rows: int = 64) -> torch.Tensor:
         weighted = below.exp() * below
         entropy = -torch.where(torch.isneginf(x), torch.zeros_like(x), weighted).sum(-1)
         second = top[:, 1] if top.shape[1] > 1 else torch.full_like(lse, -torch.inf)
-        out.append(torch.stack([entropy.clamp_min(0), top[:, 0] - second,
-                                (top[:, 0] - lse).exp(), lse], dim=-1))
+        out.append(
+            torch.stack(
+                [entropy.clamp_min(0), top[:, 0] - second, (top[:, 0] - lse).exp(), lse], dim=-1
+            )
+        )
     return torch.cat(out).view(*logits.shape[:-1], 4)
 
 
-def mask_faults(mask: torch.Tensor, first: int, window: int, begin: torch.Tensor | None,
-                end: torch.Tensor | None = None, rows: int = 16) -> torch.Tensor:
+def mask_faults(
+    mask: torch.Tensor,
+    first: int,
+    window: int,
+    begin: torch.Tensor | None,
+    end: torch.Tensor | None = None,
+    rows: int = 16,
+) -> torch.Tensor:
     """Number of (row, key) pairs of a [batch, heads, n, keys] mask (bool, or added to the scores)
     that are not what the trace will say, over up to `rows` rows of the pass. Rows before `begin` or
     from `end` on [batch] are padding, and what they see does not matter. -> a scalar on the mask's

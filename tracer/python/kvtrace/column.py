@@ -30,10 +30,13 @@ class Column:
     """Rows are appended in order of their position and written block by block. Positions before
     `skip` have no row. `where` names file, sequence and dataset in complaints."""
 
-    def __init__(self, parent: h5py.Group, name: str, kind: Kind, skip: int, capacity: int,
-                 where: str) -> None:
+    def __init__(
+        self, parent: h5py.Group, name: str, kind: Kind, skip: int, capacity: int, where: str
+    ) -> None:
         self.kind, self.skip, self.where = kind, skip, where
-        self.row_bytes = max(1, int(np.prod(kind.tail, dtype=np.int64))) * np.dtype(kind.dtype).itemsize
+        self.row_bytes = (
+            max(1, int(np.prod(kind.tail, dtype=np.int64))) * np.dtype(kind.dtype).itemsize
+        )
         expected = max(1, capacity - skip)  # in chunks of one size, so that the last is full too
         ideal = max(1, CHUNK_BYTES // self.row_bytes)
         self.chunk_rows = -(-expected // -(-expected // ideal))
@@ -42,8 +45,13 @@ class Column:
         self.pending_rows = 0
         fill = -1 if kind.dtype.startswith("<i") else np.nan
         self.data = parent.create_dataset(
-            name, shape=(max(0, capacity - skip), *kind.tail), maxshape=(None, *kind.tail),
-            chunks=(self.chunk_rows, *kind.tail), dtype=kind.dtype, fillvalue=fill)
+            name,
+            shape=(max(0, capacity - skip), *kind.tail),
+            maxshape=(None, *kind.tail),
+            chunks=(self.chunk_rows, *kind.tail),
+            dtype=kind.dtype,
+            fillvalue=fill,
+        )
 
     @property
     def next_position(self) -> int:
@@ -60,11 +68,15 @@ class Column:
         if not len(rows):
             return
         if first + drop != self.next_position:
-            raise RecordError(f"{self.where}: row of position {first + drop}, expected "
-                              f"{self.next_position}: a pass went unseen")
+            raise RecordError(
+                f"{self.where}: row of position {first + drop}, expected "
+                f"{self.next_position}: a pass went unseen"
+            )
         if rows.shape[1:] != self.kind.tail:
-            raise RecordError(f"{self.where}: rows of shape {list(rows.shape[1:])}, expected "
-                              f"{list(self.kind.tail)}")
+            raise RecordError(
+                f"{self.where}: rows of shape {list(rows.shape[1:])}, expected "
+                f"{list(self.kind.tail)}"
+            )
         self._check(first + drop, rows)
         self.pending.append(np.array(rows, dtype=self.kind.dtype))  # the caller reuses its buffer
         self.pending_rows += len(rows)
@@ -86,11 +98,13 @@ class Column:
             expected = f"{low:g} to {high:g}"
         if bad.any():
             at = np.unravel_index(int(bad.argmax()), bad.shape)
-            raise RecordError(f"{self.where}: step {first + int(at[0])}: {rows[at]}, expected "
-                              f"{expected}")
+            raise RecordError(
+                f"{self.where}: step {first + int(at[0])}: {rows[at]}, expected {expected}"
+            )
 
     def new_bytes(self) -> int:
         """Bytes that the pending rows will add to the file, whole chunks counted."""
+
         def chunks(rows: int) -> int:
             return -(-rows // self.chunk_rows)
 

@@ -20,45 +20,90 @@ if TYPE_CHECKING:
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     sub = commands.add_parser(
-        "record", help="run a model with torch and write a trace",
+        "record",
+        help="run a model with torch and write a trace",
         description="Runs a transformers model over a text (teacher-forced, in blocks), or lets it "
-        "continue the text (--generate), and writes what attention met into a trace.")
-    sub.add_argument("--hf", type=Path, required=True, metavar="DIR",
-                     help="Hugging Face directory of the model")
+        "continue the text (--generate), and writes what attention met into a trace.",
+    )
+    sub.add_argument(
+        "--hf", type=Path, required=True, metavar="DIR", help="Hugging Face directory of the model"
+    )
     text = sub.add_mutually_exclusive_group(required=True)
-    text.add_argument("--text", type=Path, metavar="FILE",
-                      help="UTF-8 text, or .gz; encoded with the directory's tokenizer.json")
+    text.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="UTF-8 text, or .gz; encoded with the directory's tokenizer.json",
+    )
     text.add_argument("--tokens", type=Path, metavar="FILE", help="decimal token ids instead")
     sub.add_argument("-o", "--output", type=Path, required=True, metavar="RUN.h5")
     sub.add_argument("--max-tokens", type=count, metavar="N", help="token ids to keep")
-    sub.add_argument("--prompt-length", type=count, metavar="P",
-                     help="positions that are the prompt; the rest is teacher-forced")
-    sub.add_argument("--generate", type=count, metavar="N",
-                     help="all tokens are the prompt; generate up to N more")
-    sub.add_argument("--temperature", type=float, default=0.0, help="of --generate; 0 (default) is "
-                     "greedy")
+    sub.add_argument(
+        "--prompt-length",
+        type=count,
+        metavar="P",
+        help="positions that are the prompt; the rest is teacher-forced",
+    )
+    sub.add_argument(
+        "--generate",
+        type=count,
+        metavar="N",
+        help="all tokens are the prompt; generate up to N more",
+    )
+    sub.add_argument(
+        "--temperature", type=float, default=0.0, help="of --generate; 0 (default) is greedy"
+    )
     sub.add_argument("--seed", type=int, default=0, help="of --temperature (default 0)")
     sub.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1 ...")
-    sub.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"),
-                     help="of the weights; auto (default): as stored")
-    sub.add_argument("--attn", metavar="NAME", help="eager, sdpa, flash_attention_2, ...; default: "
-                     "the model's")
-    sub.add_argument("--block", type=count, default=128, metavar="N",
-                     help="positions per pass of a teacher-forced recording (128)")
+    sub.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="of the weights; auto (default): as stored",
+    )
+    sub.add_argument(
+        "--attn", metavar="NAME", help="eager, sdpa, flash_attention_2, ...; default: the model's"
+    )
+    sub.add_argument(
+        "--block",
+        type=count,
+        default=128,
+        metavar="N",
+        help="positions per pass of a teacher-forced recording (128)",
+    )
     sub.add_argument("--logits", choices=("none", "stats", "full"), default="stats")
-    sub.add_argument("--layers", type=_layers, metavar="0,6,12", help="layers to record; default all")
-    sub.add_argument("--with", dest="extras", type=lambda text: text.split(","), default=[],
-                     metavar="X,Y", help="wo, value_norm, residual")
-    sub.add_argument("--rows", choices=("all", "decode"), default="all",
-                     help="decode: q, o, lse from 64 positions before the decode on")
-    sub.add_argument("--kv-dtype", choices=("model", "fp16"), default="model",
-                     help="fp16: q, k, v are rounded before attention, as `kvreplay record` does")
+    sub.add_argument(
+        "--layers", type=_layers, metavar="0,6,12", help="layers to record; default all"
+    )
+    sub.add_argument(
+        "--with",
+        dest="extras",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="X,Y",
+        help="wo, value_norm, residual",
+    )
+    sub.add_argument(
+        "--rows",
+        choices=("all", "decode"),
+        default="all",
+        help="decode: q, o, lse from 64 positions before the decode on",
+    )
+    sub.add_argument(
+        "--kv-dtype",
+        choices=("model", "fp16"),
+        default="model",
+        help="fp16: q, k, v are rounded before attention, as `kvreplay record` does",
+    )
     sub.add_argument("--task", default="", help="for the record")
     sub.add_argument("--flush-every", type=count, default=16, metavar="N")
     sub.add_argument("--threads", type=count, metavar="N", help="of torch on the CPU")
-    sub.add_argument("--baseline", action="store_true",
-                     help="run the same passes first without recording: the overhead is then "
-                     "measured, not estimated")
+    sub.add_argument(
+        "--baseline",
+        action="store_true",
+        help="run the same passes first without recording: the overhead is then "
+        "measured, not estimated",
+    )
     sub.add_argument("--quiet", action="store_true", help="no progress and no summary on stderr")
     sub.set_defaults(run=run)
 
@@ -87,7 +132,8 @@ def _load(args: argparse.Namespace) -> PreTrainedModel:
     try:
         dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            str(args.hf), dtype=dtype, local_files_only=True, **options)
+            str(args.hf), dtype=dtype, local_files_only=True, **options
+        )
         return model.to(device).eval()
     except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
         raise RecordError(f"{args.hf}: cannot be loaded: {' '.join(str(error).split())}") from error
@@ -137,9 +183,17 @@ def run(args: argparse.Namespace) -> None:
     if vocabulary is not None:
         vocabulary = min(vocabulary, model.config.get_text_config(decoder=True).vocab_size)
     options = dict(
-        logits=args.logits, layers=args.layers, extras=args.extras, rows=args.rows,
-        kv_dtype=args.kv_dtype, vocab_size=vocabulary, task=args.task, quiet=True,
-        flush_every=args.flush_every, name=args.hf.resolve().name)
+        logits=args.logits,
+        layers=args.layers,
+        extras=args.extras,
+        rows=args.rows,
+        kv_dtype=args.kv_dtype,
+        vocab_size=vocabulary,
+        task=args.task,
+        quiet=True,
+        flush_every=args.flush_every,
+        name=args.hf.resolve().name,
+    )
     if args.generate is None:
         recording, baseline = _teacher_forced(args, model, ids, options)
     else:
@@ -149,8 +203,9 @@ def run(args: argparse.Namespace) -> None:
         print(recording.summary.text(), file=sys.stderr)
 
 
-def _teacher_forced(args: argparse.Namespace, model: PreTrainedModel, ids: list[int],
-                    options: dict[str, Any]) -> tuple[Any, float | None]:
+def _teacher_forced(
+    args: argparse.Namespace, model: PreTrainedModel, ids: list[int], options: dict[str, Any]
+) -> tuple[Any, float | None]:
     import torch
 
     import kvtrace
@@ -168,13 +223,15 @@ def _teacher_forced(args: argparse.Namespace, model: PreTrainedModel, ids: list[
 
         _timed(work, device)  # kernels are chosen, memory is allocated
         baseline = _timed(work, device)
-    recording = kvtrace.teacher_forced(model, ids, args.output, prompt_length=args.prompt_length,
-                                       block=args.block, **options)
+    recording = kvtrace.teacher_forced(
+        model, ids, args.output, prompt_length=args.prompt_length, block=args.block, **options
+    )
     return recording, baseline
 
 
-def _generate(args: argparse.Namespace, model: PreTrainedModel, ids: list[int],
-              options: dict[str, Any]) -> tuple[Any, float | None]:
+def _generate(
+    args: argparse.Namespace, model: PreTrainedModel, ids: list[int], options: dict[str, Any]
+) -> tuple[Any, float | None]:
     import torch
 
     import kvtrace
@@ -188,8 +245,8 @@ def _generate(args: argparse.Namespace, model: PreTrainedModel, ids: list[int],
 
     def work() -> None:
         torch.manual_seed(args.seed)
-        model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=args.generate,
-                       **how)
+        generate: Any = model.generate
+        generate(given, attention_mask=torch.ones_like(given), max_new_tokens=args.generate, **how)
 
     baseline = None
     if args.baseline:

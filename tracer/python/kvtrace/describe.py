@@ -47,8 +47,9 @@ def check_model(model: object) -> PreTrainedModel:
     if getattr(model.config, "is_encoder_decoder", False):
         raise RecordError(f"{name}: an encoder-decoder; only decoder-only models can be recorded")
     if model.training:
-        raise RecordError(f"{name}: in training mode, where dropout changes attention; call "
-                          "model.eval() first")
+        raise RecordError(
+            f"{name}: in training mode, where dropout changes attention; call model.eval() first"
+        )
     return model
 
 
@@ -75,8 +76,10 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 def is_attention(module: nn.Module) -> bool:
     """Whether a module is one layer's attention as transformers builds it."""
-    return isinstance(getattr(module, "layer_idx", None), int) and "attention" in type(
-        module).__name__.lower()
+    return (
+        isinstance(getattr(module, "layer_idx", None), int)
+        and "attention" in type(module).__name__.lower()
+    )
 
 
 def modeling_modules(module: nn.Module) -> list[Any]:
@@ -163,15 +166,19 @@ def rotation(model: PreTrainedModel, attention: nn.Module, head_dim: int) -> Rot
     function = next((f for m in sources if (f := getattr(m, "apply_rotary_pos_emb", None))), None)
     if not found:
         if function is not None or any(hasattr(m, "rotate_half") for m in sources):
-            raise RecordError(f"{type(model).__name__}: rotates keys, but no rotary module with an "
-                              "inv_freq was found; give rope=('half' or 'interleaved', channels)")
+            raise RecordError(
+                f"{type(model).__name__}: rotates keys, but no rotary module with an "
+                "inv_freq was found; give rope=('half' or 'interleaved', channels)"
+            )
         return Rotation("none", None, None)
     dims = {2 * len(values) for values in found.values()}
     dim = max(dims)
     pairs = rotation_pairs(function, dim) if function is not None else None
     if pairs is None:
-        raise RecordError(f"{type(model).__name__}: which channels its rotary embedding pairs could "
-                          "not be found out; give rope=('half' or 'interleaved', channels)")
+        raise RecordError(
+            f"{type(model).__name__}: which channels its rotary embedding pairs could "
+            "not be found out; give rope=('half' or 'interleaved', channels)"
+        )
     leading = not hasattr(attention, "qk_rope_head_dim")  # else the rotated channels come last
     if len(dims) > 1 or dim > head_dim or not leading or _rope_kind(model.config) in CHANGING_ROPE:
         return Rotation(pairs, min(dim, head_dim), None)
@@ -191,15 +198,17 @@ def _per_layer(config: Any, found: dict[str, np.ndarray]) -> np.ndarray | None:
 
 
 def output_projection(attention: nn.Module, heads: int, value_dim: int) -> torch.Tensor:
-    """[query heads, value_dim, hidden], a view of the weights where they are plain. A module that is
-    not a plain linear one (quantised, adapted) is asked for its answer to every unit vector."""
+    """[query heads, value_dim, hidden], a view of the weights where they are plain. A module that
+    is not a plain linear one (quantised, adapted) is asked for its answer to every unit vector."""
     for name in OUTPUT_PROJECTIONS:
         module = getattr(attention, name, None)
         if isinstance(module, nn.Module):
             break
     else:
-        raise RecordError(f"{type(attention).__name__}: no output projection among "
-                          f"{', '.join(OUTPUT_PROJECTIONS)}: wo and value_norm cannot be recorded")
+        raise RecordError(
+            f"{type(attention).__name__}: no output projection among "
+            f"{', '.join(OUTPUT_PROJECTIONS)}: wo and value_norm cannot be recorded"
+        )
     width = heads * value_dim
     weight = getattr(module, "weight", None)
     if type(module) is nn.Linear:
@@ -209,8 +218,10 @@ def output_projection(attention: nn.Module, heads: int, value_dim: int) -> torch
     else:
         matrix = _answers(module, attention, width)
     if matrix.shape[0] != width:
-        raise RecordError(f"{type(attention).__name__}.{name}: {matrix.shape[0]} inputs, expected "
-                          f"{heads} heads of {value_dim}: wo and value_norm cannot be recorded")
+        raise RecordError(
+            f"{type(attention).__name__}.{name}: {matrix.shape[0]} inputs, expected "
+            f"{heads} heads of {value_dim}: wo and value_norm cannot be recorded"
+        )
     return matrix.unflatten(0, (heads, value_dim))
 
 

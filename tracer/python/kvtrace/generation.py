@@ -37,9 +37,11 @@ def _setting(model: PreTrainedModel, kwargs: dict[str, Any], name: str) -> Any:
 
 def refuse_modes(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     """Beam search and its kin, which reorder or crop caches, and caches that are not dynamic."""
+
     def refuse(what: str, why: str) -> None:
-        raise RecordError(f"generate: {what} cannot be recorded: {why}; use greedy search or "
-                          "sampling")
+        raise RecordError(
+            f"generate: {what} cannot be recorded: {why}; use greedy search or sampling"
+        )
 
     if (_setting(model, kwargs, "num_beams") or 1) > 1:
         refuse("beam search (num_beams)", "beams exchange their caches")
@@ -56,8 +58,10 @@ def refuse_modes(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
         refuse("use_cache=False", "every step is a new prompt")
     cache = _setting(model, kwargs, "cache_implementation")
     if cache not in DYNAMIC_CACHES:
-        refuse(f"cache_implementation={cache!r}", "only the default, growing cache hands over the "
-               "keys in the order of their positions")
+        refuse(
+            f"cache_implementation={cache!r}",
+            "only the default, growing cache hands over the keys in the order of their positions",
+        )
     if kwargs.get("inputs_embeds") is not None:
         refuse("inputs_embeds", "a trace needs the token ids")
 
@@ -86,6 +90,9 @@ def plan(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     stops = _ids(_setting(model, kwargs, "eos_token_id"))
     pad = _ids(_setting(model, kwargs, "pad_token_id"))
     return Generation(
-        prompt=prompt, capacity=prompt + int(new if new is not None else DEFAULT_CAPACITY),
-        stops=stops, pad=next(iter(pad), None),
-        temperature=float(temperature if temperature is not None else 1.0) if sample else 0.0)
+        prompt=prompt,
+        capacity=prompt + int(new if new is not None else DEFAULT_CAPACITY),
+        stops=stops,
+        pad=next(iter(pad), None),
+        temperature=float(temperature if temperature is not None else 1.0) if sample else 0.0,
+    )

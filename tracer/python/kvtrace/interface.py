@@ -1,8 +1,8 @@
 """Standing between a model and its attention: transformers' public table of attention functions.
 
 The functions that a model's attention modules ask for by name (`eager`, `sdpa`, a flash kernel) are
-replaced under the same name, so that the model builds its masks and its cache exactly as without us.
-A replaced function calls the one it stands for and shows the call to the recording.
+replaced under the same name, so that the model builds its masks and its cache exactly as without
+us. A replaced function calls the one it stands for and shows the call to the recording.
 """
 
 from __future__ import annotations
@@ -55,16 +55,26 @@ class Interception:
                 table[name] = before
 
     def _replacement(self, name: str, before: Callable[..., Any] | None) -> Callable[..., Any]:
-        def attention(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any,
-                      *args: Any, **kwargs: Any) -> Any:
+        def attention(
+            module: nn.Module,
+            query: Any,
+            key: Any,
+            value: Any,
+            attention_mask: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
             original = before or describe.eager_function(module)
             if original is None:
-                raise RecordError(f"{type(module).__name__}: its file has no "
-                                  "eager_attention_forward; load the model with "
-                                  "attn_implementation='sdpa'")
+                raise RecordError(
+                    f"{type(module).__name__}: its file has no "
+                    "eager_attention_forward; load the model with "
+                    "attn_implementation='sdpa'"
+                )
             if id(module) not in self._watched:
                 return original(module, query, key, value, attention_mask, *args, **kwargs)
-            return self._watch(original, name, module, query, key, value, attention_mask, args,
-                               kwargs)
+            return self._watch(
+                original, name, module, query, key, value, attention_mask, args, kwargs
+            )
 
         return attention

@@ -69,6 +69,8 @@ class Summary:
         how = "measured" if self.baseline is not None else "estimated"
         other = f"{self.positions / without:.1f}" if without > 0 else "-"
         sequences = "1 sequence" if self.sequences == 1 else f"{self.sequences} sequences"
-        return (f"{self.path}: {sequences}, {self.positions} positions, "
-                f"{self.bytes / 2**20:.1f} MiB; {rate:.1f} tokens/s with recording, {other} without "
-                f"({how}; {self.waited:.2f} s waiting for the disk)")
+        return (
+            f"{self.path}: {sequences}, {self.positions} positions, "
+            f"{self.bytes / 2**20:.1f} MiB; {rate:.1f} tokens/s with recording, {other} without "
+            f"({how}; {self.waited:.2f} s waiting for the disk)"
+        )

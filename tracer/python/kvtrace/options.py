@@ -1,4 +1,5 @@
-"""What a user can ask of a recording, and the callbacks that know what the attention call cannot."""
+"""What a user can ask of a recording, and the callbacks that know what the attention call
+cannot."""
 
 from __future__ import annotations
 
@@ -94,8 +95,9 @@ class RecordOptions:
 
     def _one_of(self, name: str, known: tuple[str, ...]) -> None:
         if getattr(self, name) not in known:
-            raise RecordError(f"{name} is {getattr(self, name)!r}, expected one of "
-                              f"{', '.join(known)}")
+            raise RecordError(
+                f"{name} is {getattr(self, name)!r}, expected one of {', '.join(known)}"
+            )
 
     def spans_of(self, number: int, prompt: Callable[[], list[int]]) -> Spans:
         """Spans of the sequence with this number in the file."""
@@ -106,6 +108,7 @@ class RecordOptions:
         if isinstance(self.spans, Mapping):
             return self.spans
         if number >= len(self.spans):
-            raise RecordError(f"spans: given for {len(self.spans)} sequences, but sequence {number} "
-                              "is recorded")
+            raise RecordError(
+                f"spans: given for {len(self.spans)} sequences, but sequence {number} is recorded"
+            )
         return self.spans[number]

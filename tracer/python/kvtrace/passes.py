@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,8 +46,9 @@ class Batch:
     def n_prompt(self) -> list[int]:
         return [end - begin for begin, end in zip(self.begins, self.ends)]
 
-    def start(self, kept: np.ndarray | None, n: int, prompt: int | None,
-              prompt_length: int | None) -> None:
+    def start(
+        self, kept: np.ndarray | None, n: int, prompt: int | None, prompt_length: int | None
+    ) -> None:
         """The first pass of n rows, of which kept [size, n] are no padding. `prompt`: padded prompt
         length where it is known; `prompt_length`: unpadded, for all sequences alike."""
         for b in range(self.size):
@@ -73,8 +75,11 @@ class Batch:
                 out.append(Place(0, n, self.lengths[b]))
                 continue
             real = np.flatnonzero(kept[b])
-            if len(real) and (self.closed[b] or real[-1] - real[0] + 1 != len(real)
-                              or (self.lengths[b] and real[0] != 0)):
+            if len(real) and (
+                self.closed[b]
+                or real[-1] - real[0] + 1 != len(real)
+                or (self.lengths[b] and real[0] != 0)
+            ):
                 raise RecordError(self._gap(b))
             row = int(real[0]) if len(real) else 0
             out.append(Place(row, len(real), self.lengths[b]))
@@ -83,8 +88,10 @@ class Batch:
 
     @staticmethod
     def _gap(b: int) -> str:
-        return (f"sequence {b} of the batch: padding between its tokens (a right-padded prompt that "
-                "is decoded?); pad on the left")
+        return (
+            f"sequence {b} of the batch: padding between its tokens (a right-padded prompt that "
+            "is decoded?); pad on the left"
+        )
 
     def advance(self, places: Sequence[Place], n: int) -> None:
         self.fed += n
@@ -118,12 +125,13 @@ class Pass:
     layers: set[int] = field(default_factory=set)  # layers that have attended
     faults: list[torch.Tensor] = field(default_factory=list)
     fault_layers: list[int] = field(default_factory=list)
-    hidden: dict[int, torch.Tensor] = field(default_factory=dict)  # attention's input, by layer
+    hidden: dict[int, Any] = field(default_factory=dict)  # attention's input, by layer
     last_residual: torch.Tensor | None = None
 
     def ends(self, batch: Batch) -> torch.Tensor | None:
         """[batch]: padded position where the padding on the right begins; None: there is none."""
         if all(place.row + place.count == self.n for place in self.places):
             return None
-        return torch.tensor([batch.fed + place.row + place.count for place in self.places],
-                            device=batch.device)
+        return torch.tensor(
+            [batch.fed + place.row + place.count for place in self.places], device=batch.device
+        )

@@ -6,7 +6,8 @@ import inspect
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,59 +18,52 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from . import describe, generation
-from .attention import (Scores, attend, confidence, exact_sums, mask_faults, rows_at_once,
-                        value_norm)
+from .attention import confidence, exact_sums
 from .conveyor import Conveyor
 from .errors import RecordError
 from .interface import Interception
 from .layers import LayerBook
 from .meter import Meter, Summary
-from .options import OBSERVATION_ROWS, AttentionCall, ImageRequest, RecordOptions
+from .options import OBSERVATION_ROWS, ImageRequest, RecordOptions
 from .passes import Batch, Pass, clip
 from .schema import SequencePlan
-from .session import Field, HostSession, Place
+from .rows import BLOCK_BYTES, RowSender, check_keys, check_mask
+from .session import HostSession, Place
 from .transfer import Lane, Transfer
 from .version import PRODUCER
-
-BLOCK_BYTES = 16 << 20  # packed rows that are sent at once
-
-Piece = tuple[str, torch.Tensor, torch.dtype]  # name, [batch, n, ...], stored type
-
-
-def pack(pieces: Sequence[Piece]) -> tuple[torch.Tensor, list[Field]]:
-    """Datasets side by side, so that a pass costs one copy: [batch, n, words] int16 and what lies
-    where."""
-    columns, fields, at = [], [], 0
-    for name, values, dtype in pieces:
-        tail = tuple(values.shape[2:])
-        words = values.to(dtype).reshape(*values.shape[:2], -1).contiguous().view(torch.int16)
-        fields.append(Field(name, at, words.shape[2], "<f2" if dtype == torch.float16 else "<f4",
-                            tail))
-        columns.append(words)
-        at += words.shape[2]
-    return torch.cat(columns, dim=2), fields
 
 
 class Recording:
     """Records every pass of `model` between __enter__ and __exit__ into `path`. After it has ended,
     `summary` says what it cost. An error of the recording is raised from the model's call."""
 
-    def __init__(self, model: PreTrainedModel, path: str | os.PathLike[str],
-                 options: RecordOptions, lane: Lane | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        path: str | os.PathLike[str],
+        options: RecordOptions,
+        lane: Lane | None = None,
+    ) -> None:
         self.model = describe.check_model(model)
         self.path, self.options = Path(path), options
         self.book = LayerBook(self.model, options)
         self.summary: Summary | None = None
         self._layers = describe.decoder_layers(self.model)
-        watched = {id(m): m for layer in self._layers for m in layer.modules()
-                   if isinstance(getattr(m, "layer_idx", None), int) and m is not layer
-                   and "cross" not in type(m).__name__.lower()}
+        watched = {
+            id(m): m
+            for layer in self._layers
+            for m in layer.modules()
+            if isinstance(getattr(m, "layer_idx", None), int)
+            and m is not layer
+            and "cross" not in type(m).__name__.lower()
+        }
         self._attention = {i: m for i, m in watched.items() if describe.is_attention(m)}
         self._interception = Interception(self.model, set(watched), self._watch)
         device = next(self.model.parameters()).device
         self._transfer = Transfer(device, options.buffer_bytes, lane)
         self._meter = Meter(device.type == "cuda")
         self._session = HostSession(self.path, PRODUCER)
+        self._rows = RowSender(self.book, options, self._session, self._ship)
         self._conveyor: Conveyor | None = None
         self._batch: Batch | None = None
         self._pass: Pass | None = None
@@ -97,14 +91,19 @@ class Recording:
                 self._hooks.append(layer.register_forward_hook(self._residual_hook(index)))
         if self.options.retention is not None:
             for module in self._attention.values():
-                self._hooks.append(module.register_forward_pre_hook(self._keep_hidden,
-                                                                    with_kwargs=True))
+                self._hooks.append(
+                    module.register_forward_pre_hook(self._keep_hidden, with_kwargs=True)
+                )
         self._interception.install()
-        self.model.generate = self._generate  # type: ignore[method-assign]
+        setattr(self.model, "generate", self._generate)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._remove()
         failure = error or self._error
         if failure is None:
@@ -156,15 +155,23 @@ class Recording:
         if not any(whole):
             writer.part.unlink(missing_ok=True)
         elif not self.options.quiet:
-            print(f"{writer.part}: recording ended early ({type(failure).__name__}) with "
-                  f"{', '.join(map(str, whole))} positions whole; kvreplay inspect {writer.part} "
-                  "--recover", file=sys.stderr)
+            print(
+                f"{writer.part}: recording ended early ({type(failure).__name__}) with "
+                f"{', '.join(map(str, whole))} positions whole; kvreplay inspect {writer.part} "
+                "--recover",
+                file=sys.stderr,
+            )
 
     def _summarise(self) -> None:
         self.summary = Summary(
-            str(self.path), self._sequences, sum(n for _, n in self._session.ended),
-            self.path.stat().st_size, self._seconds, self._meter.seconds(),
-            self._transfer.pool.waited)
+            str(self.path),
+            self._sequences,
+            sum(n for _, n in self._session.ended),
+            self.path.stat().st_size,
+            self._seconds,
+            self._meter.seconds(),
+            self._transfer.pool.waited,
+        )
         if not self.options.quiet:
             print(self.summary.text(), file=sys.stderr)
 
@@ -189,7 +196,7 @@ class Recording:
     # -- generate()
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        original = type(self.model).generate
+        original: Any = getattr(type(self.model), "generate")
         self._end_batch(None, None)
         self._generation = generation.plan(self.model, args, kwargs)
         try:
@@ -205,7 +212,7 @@ class Recording:
             return
         outputs = None if ids is None else ids.cpu().numpy()
         prompt, pad = (plan.prompt, plan.pad) if plan is not None else (0, None)
-        self._give(lambda: self._session.end(outputs, prompt, pad))
+        self._give(partial(self._session.end, outputs, prompt, pad))
         self._seconds += time.perf_counter() - self._batch_start
         self._batch = None
 
@@ -217,8 +224,10 @@ class Recording:
             given = {**given.pop("kwargs", {}), **given}
             ids = given.get("input_ids")
             if not isinstance(ids, torch.Tensor):
-                raise RecordError(f"{type(self.model).__name__}: a pass without input_ids; a trace "
-                                  "needs the token ids")
+                raise RecordError(
+                    f"{type(self.model).__name__}: a pass without input_ids; a trace "
+                    "needs the token ids"
+                )
             cache = given.get("cache", given.get("past_key_values"))
             past = int(cache.get_seq_length()) if cache is not None else 0
             size, n = ids.shape
@@ -231,8 +240,10 @@ class Recording:
         if mask is None:
             return None
         if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
-            raise RecordError("attention_mask: expected [batch, positions]; masks made by the "
-                              "caller cannot be recorded")
+            raise RecordError(
+                "attention_mask: expected [batch, positions]; masks made by the "
+                "caller cannot be recorded"
+            )
         if past and self._generation is not None:
             return None  # generate() appends ones, and looking would stop the device
         if mask.shape[1] < n:
@@ -240,8 +251,9 @@ class Recording:
         kept = mask[:, -n:].bool().cpu().numpy()
         return None if kept.all() else kept
 
-    def _batch_for(self, ids: torch.Tensor, past: int, kept: np.ndarray | None,
-                   positions: Any) -> Batch:
+    def _batch_for(
+        self, ids: torch.Tensor, past: int, kept: np.ndarray | None, positions: Any
+    ) -> Batch:
         size, n = ids.shape
         if past == 0:
             self._end_batch(None, None)
@@ -256,14 +268,18 @@ class Recording:
                 batch.prompt_ids.append(ids)
             return batch
         if self._batch is None:
-            raise RecordError(f"the cache holds {past} positions that were not recorded: a recording "
-                              "must see a sequence from its first token on (a cached prefix, or a "
-                              "second turn of a conversation?)")
+            raise RecordError(
+                f"the cache holds {past} positions that were not recorded: a recording "
+                "must see a sequence from its first token on (a cached prefix, or a "
+                "second turn of a conversation?)"
+            )
         batch = self._batch
         if past != batch.fed or size != batch.size:
-            raise RecordError(f"the cache holds {past} positions of {size} sequences where "
-                              f"{batch.fed} of {batch.size} were recorded: a cropped or exchanged "
-                              "cache cannot be recorded")
+            raise RecordError(
+                f"the cache holds {past} positions of {size} sequences where "
+                f"{batch.fed} of {batch.size} were recorded: a cropped or exchanged "
+                "cache cannot be recorded"
+            )
         if batch.prompt_ids and not batch.prompt_over:
             batch.prompt_ids.append(ids)
         return batch
@@ -272,9 +288,11 @@ class Recording:
     def _check_positions(batch: Batch, positions: Any, n: int) -> None:
         if not isinstance(positions, torch.Tensor):
             if any(batch.begins):
-                raise RecordError("left padding without position_ids: the model would rotate by the "
-                                  "padded positions; pass position_ids that count each sequence "
-                                  "from 0 (generate() does)")
+                raise RecordError(
+                    "left padding without position_ids: the model would rotate by the "
+                    "padded positions; pass position_ids that count each sequence "
+                    "from 0 (generate() does)"
+                )
             return
         if positions.ndim != 2:
             return  # several coordinates per token (images)
@@ -283,71 +301,67 @@ class Recording:
             row = rows[b if len(rows) > 1 else 0]
             begin, end = batch.begins[b], min(batch.ends[b], n)
             if not np.array_equal(row[begin:end], np.arange(end - begin)):
-                raise RecordError(f"position_ids of sequence {b} do not count from 0 (packed "
-                                  "sequences?): each sequence needs a row of its own")
+                raise RecordError(
+                    f"position_ids of sequence {b} do not count from 0 (packed "
+                    "sequences?): each sequence needs a row of its own"
+                )
 
     def _guard(self) -> _Guard:
         return _Guard(self)
 
     # -- one layer
 
-    def _watch(self, original: Any, implementation: str, module: nn.Module, q: torch.Tensor,
-               k: torch.Tensor, v: torch.Tensor, mask: Any, args: tuple[Any, ...],
-               kwargs: dict[str, Any]) -> Any:
+    def _watch(
+        self,
+        original: Any,
+        implementation: str,
+        module: nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         if self.options.kv_dtype == "fp16":
             q, k, v = (x.to(torch.float16).to(x.dtype) for x in (q, k, v))
         result = original(module, q, k, v, mask, *args, **kwargs)
         if self._pass is not None:
-            with self._guard(), torch.no_grad(), exact_sums(), torch.autocast(
-                    q.device.type, enabled=False):
+            with (
+                self._guard(),
+                torch.no_grad(),
+                exact_sums(),
+                torch.autocast(q.device.type, enabled=False),
+            ):
                 self._take(module, q, k, v, result[0], mask, implementation, kwargs)
         return result
 
-    def _take(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-              out: torch.Tensor, mask: Any, implementation: str, kwargs: dict[str, Any]) -> None:
-        one, batch, layer = self._pass, self._batch, int(module.layer_idx)  # type: ignore[arg-type]
+    def _take(
+        self,
+        module: nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        mask: Any,
+        implementation: str,
+        kwargs: dict[str, Any],
+    ) -> None:
+        index: Any = module.layer_idx
+        one, batch, layer = self._pass, self._batch, int(index)
         assert one is not None and batch is not None
         if layer in one.layers:
-            raise RecordError(f"layer {layer}: attends twice in one pass; shared attention cannot be "
-                              "recorded")
+            raise RecordError(
+                f"layer {layer}: attends twice in one pass; shared attention cannot be recorded"
+            )
         one.layers.add(layer)
         how = self.book.see(layer, module, q, k, v, kwargs)
         if not self.book.wanted(layer):
             return
-        self._check_keys(layer, how, q, k, batch, one)
-        self._check_mask(layer, how, module, q, k, mask, implementation, kwargs, batch, one)
+        check_keys(layer, how, q, k, batch, one)
+        check_mask(layer, how, module, k, mask, implementation, kwargs, batch, one)
         self._announce(batch, one)
-        self._send_rows(layer, how, q, k, v, out, batch, one)
-
-    def _check_keys(self, layer: int, how: Scores, q: torch.Tensor, k: torch.Tensor, batch: Batch,
-                    one: Pass) -> None:
-        total, keys, n = batch.fed + one.n, k.shape[2], q.shape[2]
-        if n != one.n or q.shape[0] != batch.size:
-            raise RecordError(f"layer {layer}: attends with {q.shape[0]} x {n} queries in a pass of "
-                              f"{batch.size} x {one.n} tokens")
-        least = min(total, how.window - 1 + n) if how.window else total
-        if not least <= keys <= total:
-            raise RecordError(f"layer {layer}: meets {keys} keys where {total} positions were fed: "
-                              "static caches, cache prefixes and compressed caches cannot be "
-                              "recorded; use the default cache")
-
-    def _check_mask(self, layer: int, how: Scores, module: nn.Module, q: torch.Tensor,
-                    k: torch.Tensor, mask: Any, implementation: str, kwargs: dict[str, Any],
-                    batch: Batch, one: Pass) -> None:
-        if isinstance(mask, torch.Tensor) and mask.ndim == 4:
-            faults = mask_faults(mask, batch.fed, how.window, batch.begin_tensor, one.ends(batch))
-            one.faults.append(faults.to(one.ids.device))
-            one.fault_layers.append(layer)
-            return
-        causal = kwargs.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
-        flash = "flash" in implementation
-        if mask is None and one.n > 1 and (implementation == "eager" or not causal):
-            raise RecordError(f"layer {layer}: attends in both directions; only causal attention can "
-                              "be recorded")
-        if mask is None and not flash and how.window and k.shape[2] > how.window:
-            raise RecordError(f"layer {layer}: has a window of {how.window}, but {implementation} was "
-                              f"given {k.shape[2]} keys and no mask")
+        self._rows.send(layer, how, q, k, v, out, batch, one)
 
     def _announce(self, batch: Batch, one: Pass) -> None:
         """Opens the file, begins the sequences, and gives the pass's tokens: once each."""
@@ -355,20 +369,20 @@ class Recording:
         assert info is not None
         if not self._opened:
             self._opened = True
-            self._give(lambda: self._session.open(info))
-            gate = {n: t.detach().float().cpu().numpy()
-                    for n, t in self.options.retention_gate.items()}
+            self._give(partial(self._session.open, info))
+            gate = {
+                n: t.detach().float().cpu().numpy() for n, t in self.options.retention_gate.items()
+            }
             if gate:
-                self._give(lambda: self._session.gate(gate))
+                self._give(partial(self._session.gate, gate))
         if not batch.announced:
             batch.announced = True
             plans = [self._plan(batch, b) for b in range(batch.size)]
             stops = self._generation.stops if self._generation is not None else set()
-            self._give(lambda: self._session.begin(plans, stops))
+            self._give(partial(self._session.begin, plans, stops))
         if not one.told:
             one.told = True
-            places = one.places
-            self._ship(one.ids, lambda ids: self._session.tokens(ids, places))
+            self._ship(one.ids, partial(self._session.tokens, places=one.places))
 
     def _plan(self, batch: Batch, b: int) -> SequencePlan:
         options, number, prompt = self.options, batch.first_number + b, batch.n_prompt[b]
@@ -384,85 +398,24 @@ class Recording:
             return [int(i) for i in whole[batch.begins[b] : batch.ends[b]].tolist()]
 
         spans = {name: list(ranges) for name, ranges in options.spans_of(number, ids).items()}
-        return SequencePlan(prompt, capacity, first_row, task=options.task, temperature=temperature,
-                            seed=options.seed, chunks=options.chunks, spans=spans)
+        return SequencePlan(
+            prompt,
+            capacity,
+            first_row,
+            task=options.task,
+            temperature=temperature,
+            seed=options.seed,
+            chunks=options.chunks,
+            spans=spans,
+        )
 
-    def _send_rows(self, layer: int, how: Scores, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                   out: torch.Tensor, batch: Batch, one: Pass) -> None:
-        """The pass's rows of one layer, block by block."""
-        info = self.book.info
-        assert info is not None
-        n, keys = one.n, k.shape[2]
-        new_k, new_v = k[:, :, keys - n :], v[:, :, keys - n :]
-        extras = self._extra_rows(layer, q, new_k, new_v, one)
-        width = 2 * (q.shape[1] * (q.shape[3] + v.shape[3]) + k.shape[1] * (k.shape[3] + v.shape[3]))
-        step = min(n, max(1, BLOCK_BYTES // (width * batch.size)),
-                   rows_at_once(batch.size, q.shape[1], min(keys, how.window or keys), q.device))
-        first_query = batch.first_query(OBSERVATION_ROWS) if self.options.rows == "decode" else 0
-        for at in range(0, n, step):
-            end = min(n, at + step)
-            pieces: list[Piece] = [("k", new_k[:, :, at:end].transpose(1, 2), torch.float16),
-                                   ("v", new_v[:, :, at:end].transpose(1, 2), torch.float16)]
-            pieces += self._attended(layer, how, q, k, v, out, at, end, batch,
-                                     batch.fed + end > first_query)
-            pieces += [(name, values[:, at:end], torch.float32) for name, values in extras]
-            packed, fields = pack(pieces)
-            places = clip(one.places, at, end)
-            self._ship(packed, lambda block, fields=fields, places=places: self._session.packed(
-                block, fields, places, layer))
-
-    def _attended(self, layer: int, how: Scores, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                  out: torch.Tensor, at: int, end: int, batch: Batch, wanted: bool) -> list[Piece]:
-        """q, o and lse of rows at .. end - 1; o is the model's own where it is float32."""
-        info, first, n = self.book.info, batch.fed + at, q.shape[2]
-        assert info is not None
-        sums = self._sums(layer, q, batch) if self.options.rows == "decode" else None
-        if not wanted and sums is None:
-            return []
-        last = k.shape[2] - (n - end)  # keys up to the last row of the block
-        low = max(0, last - (end - at) - how.window + 1) if how.window else 0
-        own = out.dtype == torch.float32 and q.dtype == torch.float32
-        counted = batch.counted(first, end - at) if sums is not None else None
-        block = attend(q[:, :, at:end], k[:, :, low:last],
-                       v[:, :, low:last] if wanted and not own else None, how, first,
-                       batch.begin_tensor, sums, counted)
-        if not wanted:
-            return []
-        o = out[:, at:end] if own else block.o
-        assert o is not None
-        return [("q", q[:, :, at:end].transpose(1, 2), torch.float16),
-                ("o", o, torch.float16 if info.exact else torch.float32),
-                ("lse", block.lse, torch.float32)]
-
-    def _sums(self, layer: int, q: torch.Tensor, batch: Batch) -> torch.Tensor | None:
-        if batch.prompt_over:
-            return None
-        if layer not in batch.column_sums:
-            batch.column_sums[layer] = torch.zeros(batch.size, q.shape[1], max(batch.ends),
-                                                   device=q.device)
-        return batch.column_sums[layer]
-
-    def _extra_rows(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                    one: Pass) -> list[tuple[str, torch.Tensor]]:
-        extras = []
-        if "value_norm" in self.options.extras:
-            stored = v.to(torch.float16).float()
-            extras.append(("value_norm", value_norm(stored, self.book.wo(layer))))
-        if self.options.retention is not None:
-            call = AttentionCall(layer, self.book.attention[layer], one.hidden.get(layer), q, k, v)
-            beta = self.options.retention(call)
-            expected = (q.shape[0], one.n, k.shape[1])
-            if tuple(beta.shape) != expected:
-                raise RecordError(f"retention: layer {layer}: shape {list(beta.shape)}, expected "
-                                  f"[batch, positions, kv heads] = {list(expected)}")
-            extras.append(("retention", beta))
-        return extras
-
-    def _keep_hidden(self, module: nn.Module, args: tuple[Any, ...],
-                     kwargs: dict[str, Any]) -> None:
+    def _keep_hidden(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if self._pass is not None:
             hidden = kwargs.get("hidden_states", args[0] if args else None)
-            self._pass.hidden[int(module.layer_idx)] = hidden  # type: ignore[arg-type]
+            layer: Any = module.layer_idx
+            self._pass.hidden[int(layer)] = hidden
 
     def _residual_hook(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -472,15 +425,20 @@ class Recording:
             with self._guard(), torch.no_grad():
                 hidden = output[0] if isinstance(output, tuple) else output
                 if not isinstance(hidden, torch.Tensor) or hidden.ndim != 3:
-                    raise RecordError(f"layer {index}: its output is not [batch, positions, hidden]: "
-                                      "the residual stream cannot be recorded")
+                    raise RecordError(
+                        f"layer {index}: its output is not [batch, positions, hidden]: "
+                        "the residual stream cannot be recorded"
+                    )
                 if index == len(self._layers) - 1:
                     one.last_residual = hidden
                 if index in one.layers and self.book.wanted(index):
                     norms = torch.linalg.vector_norm(hidden, dim=-1, dtype=torch.float32)
-                    places = one.places
-                    self._ship(norms, lambda block: self._session.rows(
-                        "residual_norm", block, places, index))
+                    self._ship(
+                        norms,
+                        partial(
+                            self._session.rows, "residual_norm", places=one.places, layer=index
+                        ),
+                    )
 
         return hook
 
@@ -493,8 +451,7 @@ class Recording:
             self._check_seen(one)
             if not self._told_facts:
                 self._told_facts = True
-                facts = self.book.facts()
-                self._give(lambda: self._session.facts(facts))
+                self._give(partial(self._session.facts, self.book.facts()))
             self._send_faults(batch, one)
             self._send_logits(batch, one, output)
             batch.advance(one.places, one.n)
@@ -517,15 +474,17 @@ class Recording:
         if self._interception.names and one.layers:
             self.book.recorded()  # names the layer that is missing
         raise RecordError(
-            f"{type(self.model).__name__}: its attention does not go through transformers' attention "
-            "interface (ALL_ATTENTION_FUNCTIONS), so that q, k and v cannot be seen; `kvreplay "
-            "record` or a newer transformers may know this model")
+            f"{type(self.model).__name__}: its attention does not go through transformers' "
+            "attention interface (ALL_ATTENTION_FUNCTIONS), so that q, k and v cannot be seen; `kvreplay "
+            "record` or a newer transformers may know this model"
+        )
 
     def _send_faults(self, batch: Batch, one: Pass) -> None:
         if one.faults:
-            layers, position = one.fault_layers, batch.fed
-            self._ship(torch.stack(one.faults), lambda faults: self._session.check_masks(
-                faults, layers, position))
+            self._ship(
+                torch.stack(one.faults),
+                partial(self._session.check_masks, layers=one.fault_layers, position=batch.fed),
+            )
 
     def _send_logits(self, batch: Batch, one: Pass, output: Any) -> None:
         """Rows that predict: confidence, logits, and the residual stream they were made from."""
@@ -537,41 +496,49 @@ class Recording:
         if options.logits != "none":
             logits = getattr(output, "logits", output[0] if isinstance(output, tuple) else None)
             if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
-                raise RecordError(f"{type(self.model).__name__}: gives no logits; record a model with "
-                                  "a language-model head, or pass logits='none'")
+                raise RecordError(
+                    f"{type(self.model).__name__}: gives no logits; record a model with "
+                    "a language-model head, or pass logits='none'"
+                )
             if logits.shape[2] != info.logit_size:
                 raise RecordError(f"{logits.shape[2]} logits, expected {info.logit_size}")
             offset = one.n - logits.shape[1]
             if start < offset:
-                raise RecordError(f"logits of position {batch.fed + start} are missing (the model "
-                                  f"was asked for the last {logits.shape[1]} rows, logits_to_keep)")
+                raise RecordError(
+                    f"logits of position {batch.fed + start} are missing (the model "
+                    f"was asked for the last {logits.shape[1]} rows, logits_to_keep)"
+                )
             self._send_logit_rows(logits[:, start - offset :], start, one.places)
         if "residual" in options.extras and one.last_residual is not None:
             dtype = torch.float16 if info.exact else torch.float32
-            places = clip(one.places, start, one.n)
-            self._ship(one.last_residual[:, start:].to(dtype), lambda block: self._session.rows(
-                "residual_final", block, places))
+            self._ship(
+                one.last_residual[:, start:].to(dtype),
+                partial(
+                    self._session.rows, "residual_final", places=clip(one.places, start, one.n)
+                ),
+            )
 
     def _send_logit_rows(self, logits: torch.Tensor, start: int, places: list[Place]) -> None:
         info = self.book.info
         assert info is not None
         rows = clip(places, start, start + logits.shape[1])
-        self._ship(confidence(logits[..., : info.vocab_size]), lambda block: self._session.rows(
-            "confidence", block, rows))
+        self._ship(
+            confidence(logits[..., : info.vocab_size]),
+            partial(self._session.rows, "confidence", places=rows),
+        )
         if self.options.logits != "full":
             return
         step = max(1, BLOCK_BYTES // (4 * logits.shape[0] * logits.shape[2]))
         for at in range(0, logits.shape[1], step):
             end = min(at + step, logits.shape[1])
             part = clip(rows, at, end)
-            self._ship(logits[:, at:end].float(), lambda block, part=part: self._session.rows(
-                "logits", block, part))
+            self._ship(
+                logits[:, at:end].float(), partial(self._session.rows, "logits", places=part)
+            )
 
     def _end_prompt(self, batch: Batch) -> None:
         for layer, sums in batch.column_sums.items():
-            begins = batch.begins
-            self._ship(sums, lambda block, layer=layer: self._session.column_sums(
-                layer, block, begins))
+            self._ship(sums, partial(self._session.column_sums, layer, begins=batch.begins))
         batch.column_sums = {}
         if self.options.image_score is not None:
             self._score_images(self.options.image_score, batch)
@@ -583,13 +550,16 @@ class Recording:
             for b, (begin, end) in enumerate(zip(batch.begins, batch.ends)):
                 number = batch.first_number + b
                 values = callback(ImageRequest(layer, number, ids[b, begin:end]))
-                values = np.asarray(values.cpu() if isinstance(values, torch.Tensor) else values,
-                                    dtype="<f4")
+                values = np.asarray(
+                    values.cpu() if isinstance(values, torch.Tensor) else values, dtype="<f4"
+                )
                 if values.shape != (end - begin,):
-                    raise RecordError(f"image_score: layer {layer}, sequence {number}: shape "
-                                      f"{list(values.shape)}, expected [{end - begin}]")
+                    raise RecordError(
+                        f"image_score: layer {layer}, sequence {number}: shape "
+                        f"{list(values.shape)}, expected [{end - begin}]"
+                    )
                 scores.append(values)
-            self._give(lambda layer=layer, scores=scores: self._session.image_scores(layer, scores))
+            self._give(partial(self._session.image_scores, layer, scores))
 
 
 class _Guard:
@@ -603,8 +573,12 @@ class _Guard:
     def __enter__(self) -> None:
         self._span.__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._span.__exit__(None, None, None)
         if error is not None and self._recording._error is None:
             self._recording._error = error

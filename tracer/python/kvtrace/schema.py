@@ -35,21 +35,33 @@ class ModelInfo:
 
     @property
     def exact(self) -> bool:
-        """Whether q, k and v met in attention exactly as stored: o is then stored in 16 bits too."""
+        """Whether q, k and v met in attention exactly as stored: o is then stored in 16 bits
+        too."""
         return self.cache_dtype == "float16"
 
     def check(self, where: str) -> None:
         """Raises ValueError for what the reader would refuse."""
-        for name in ("n_layers", "n_q_heads", "n_kv_heads", "head_dim", "value_dim",
-                     "hidden_size", "vocab_size", "logit_size"):
+        for name in (
+            "n_layers",
+            "n_q_heads",
+            "n_kv_heads",
+            "head_dim",
+            "value_dim",
+            "hidden_size",
+            "vocab_size",
+            "logit_size",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{where}: {name} is {getattr(self, name)}, expected at least 1")
         if self.n_q_heads % self.n_kv_heads:
-            raise ValueError(f"{where}: n_kv_heads {self.n_kv_heads} does not divide n_q_heads "
-                             f"{self.n_q_heads}")
+            raise ValueError(
+                f"{where}: n_kv_heads {self.n_kv_heads} does not divide n_q_heads {self.n_q_heads}"
+            )
         if self.vocab_size > self.logit_size:
-            raise ValueError(f"{where}: vocab_size {self.vocab_size}, expected at most the logit "
-                             f"size, {self.logit_size}")
+            raise ValueError(
+                f"{where}: vocab_size {self.vocab_size}, expected at most the logit "
+                f"size, {self.logit_size}"
+            )
 
 
 @dataclass

@@ -16,7 +16,8 @@ from .writer import TraceWriter
 
 @dataclass(frozen=True)
 class Place:
-    """Where the rows of one sequence lie in a block [batch, n, ...], and the position of the first."""
+    """Where the rows of one sequence lie in a block [batch, n, ...], and the position of the
+    first."""
 
     row: int  # first row in the block
     count: int
@@ -68,7 +69,8 @@ class HostSession:
         self.writer.put_retention_gate(weights)
 
     def begin(self, plans: Sequence[SequencePlan], stops: set[int]) -> None:
-        """`stops`: token ids after which a sequence has ended, whatever the batch still feeds it."""
+        """`stops`: token ids after which a sequence has ended, whatever the batch still feeds
+        it."""
         assert self.writer is not None
         self.batch = _Batch([self.writer.begin_sequence(plan) for plan in plans], plans, stops)
 
@@ -94,19 +96,26 @@ class HostSession:
             self.writer.append(batch.numbers[index], "tokens", place.position, rows[:kept])
             batch.fed[index] = place.position + place.count
 
-    def rows(self, name: str, block: np.ndarray, places: Sequence[Place],
-             layer: int | None = None) -> None:
+    def rows(
+        self, name: str, block: np.ndarray, places: Sequence[Place], layer: int | None = None
+    ) -> None:
         """block [batch, n, ...] of one dataset."""
         batch = self.batch
         assert batch is not None and self.writer is not None
         for index, place in enumerate(places):
             kept = self._kept(index, place)
             if kept:
-                self.writer.append(batch.numbers[index], name, place.position,
-                                   block[index, place.row : place.row + kept], layer)
+                self.writer.append(
+                    batch.numbers[index],
+                    name,
+                    place.position,
+                    block[index, place.row : place.row + kept],
+                    layer,
+                )
 
-    def packed(self, block: np.ndarray, fields: Sequence[Field], places: Sequence[Place],
-               layer: int | None) -> None:
+    def packed(
+        self, block: np.ndarray, fields: Sequence[Field], places: Sequence[Place], layer: int | None
+    ) -> None:
         """block [batch, n, words] int16: several datasets side by side."""
         for field in fields:
             words = np.ascontiguousarray(block[:, :, field.first : field.first + field.words])
@@ -144,10 +153,11 @@ class HostSession:
         for layer, count in zip(layers, faults.tolist()):
             if count:
                 raise RecordError(
-                    f"{self.path}: layer {layer}, pass at position {position}: the attention mask is "
-                    f"not the causal one of this layer's window ({count} entries differ in the rows "
-                    "looked at): bidirectional or chunked attention, packed sequences and biases "
-                    "cannot be recorded")
+                    f"{self.path}: layer {layer}, pass at position {position}: the attention "
+                    f"mask is not the causal one of this layer's window ({count} entries differ in "
+                    "the rows looked at): bidirectional or chunked attention, packed sequences and "
+                    "biases cannot be recorded"
+                )
 
     def pass_done(self) -> None:
         """Everything of the pass that the last tokens began has been given."""

@@ -15,7 +15,9 @@ from .options import RecordOptions
 from .recording import Recording
 
 
-def passes(model: PreTrainedModel, ids: torch.Tensor, prompt_length: int, block: int) -> Iterator[int]:
+def passes(
+    model: PreTrainedModel, ids: torch.Tensor, prompt_length: int, block: int
+) -> Iterator[int]:
     """Runs ids [1, tokens] through the model in blocks; yields the positions done. Logits are asked
     for from position prompt_length - 1 on only."""
     cache = DynamicCache(config=model.config)
@@ -31,21 +33,28 @@ def passes(model: PreTrainedModel, ids: torch.Tensor, prompt_length: int, block:
         yield end
 
 
-def teacher_forced(model: PreTrainedModel, ids: Sequence[int] | torch.Tensor,
-                   path: str | os.PathLike[str], prompt_length: int, block: int = 128,
-                   **options: Any) -> Recording:
+def teacher_forced(
+    model: PreTrainedModel,
+    ids: Sequence[int] | torch.Tensor,
+    path: str | os.PathLike[str],
+    prompt_length: int,
+    block: int = 128,
+    **options: Any,
+) -> Recording:
     """See kvtrace.teacher_forced()."""
     tokens = torch.as_tensor(ids, dtype=torch.long).reshape(1, -1)
     total = tokens.shape[1]
     if not 1 <= prompt_length < total:
-        raise RecordError(f"prompt_length is {prompt_length}, expected 1 .. {total - 1} "
-                          f"({total} tokens)")
+        raise RecordError(
+            f"prompt_length is {prompt_length}, expected 1 .. {total - 1} ({total} tokens)"
+        )
     if block < 1:
         raise RecordError(f"block is {block}, expected at least 1")
     limit = getattr(describe.text_config(model), "max_position_embeddings", None)
     if limit is not None and total > limit:
-        raise RecordError(f"{total} tokens, but the model knows {limit} positions "
-                          "(max_position_embeddings)")
+        raise RecordError(
+            f"{total} tokens, but the model knows {limit} positions (max_position_embeddings)"
+        )
     vocabulary = describe.text_config(model).vocab_size
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocabulary:

@@ -1,4 +1,5 @@
-"""Tensors to host memory without stopping the device: pinned buffers, side streams, back pressure."""
+"""Tensors to host memory without stopping the device: pinned buffers, side streams, back
+pressure."""
 
 from __future__ import annotations
 
@@ -64,8 +65,8 @@ class CudaLane:
 
 
 class Pool:
-    """Host buffers of at most `limit` bytes in all. take() waits until enough has come back: this is
-    the back pressure. One buffer above the limit is given when nothing else is out."""
+    """Host buffers of at most `limit` bytes in all. take() waits until enough has come back: this
+    is the back pressure. One buffer above the limit is given when nothing else is out."""
 
     def __init__(self, limit: int, pinned: bool) -> None:
         self.limit, self.pinned = limit, pinned
@@ -123,7 +124,8 @@ class HostCopy:
         return self._view.numpy()
 
     def release(self) -> None:
-        """Also where array() was never called: a buffer must not be given on while it is written."""
+        """Also where array() was never called: a buffer must not be given on while it is
+        written."""
         self._event.synchronize()
         self._pool.give(self._buffer)
 

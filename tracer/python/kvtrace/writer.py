@@ -1,9 +1,9 @@
 """Writing a kvtrace file, so that a crash leaves either the finished file or a recoverable .part.
 
-Needs numpy and h5py alone. The format is traces/FORMAT.md; how a crash is survived is the same as in
-the C++ writer: datasets are extended ahead, `committed` follows the data, and the name without .part
-appears last. Before HDF5 writes anything, the room for it is reserved in the file, so that a full
-disk is met by us and not in the middle of HDF5's own structures.
+Needs numpy and h5py alone. The format is traces/FORMAT.md; how a crash is survived is the same as
+in the C++ writer: datasets are extended ahead, `committed` follows the data, and the name without
+.part appears last. Before HDF5 writes anything, the room for it is reserved in the file, so that a
+full disk is met by us and not in the middle of HDF5's own structures.
 """
 
 from __future__ import annotations
@@ -84,8 +84,9 @@ class TraceWriter:
         self._lock = self._open_lock()
         try:
             self._reserve(METADATA_MARGIN)
-            self._file = h5py.File(self.part, "w", libver=("earliest", "v110"), locking=False,
-                                   rdcc_nbytes=0)
+            self._file = h5py.File(
+                self.part, "w", libver=("earliest", "v110"), locking=False, rdcc_nbytes=0
+            )
             self._reserve(METADATA_MARGIN)
             self._write_header(producer)
             self._flush()
@@ -114,14 +115,31 @@ class TraceWriter:
     def _write_header(self, producer: str) -> None:
         assert self._file is not None
         now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-        self._file.attrs.update(format="kvtrace", version=np.uint32(1), complete=np.uint8(0),
-                                producer=producer, created=now)
+        self._file.attrs.update(
+            format="kvtrace",
+            version=np.uint32(1),
+            complete=np.uint8(0),
+            producer=producer,
+            created=now,
+        )
         model, group = self.model, self._file.create_group("model")
-        group.attrs.update(name=model.name, architecture=model.architecture, rope=model.rope,
-                           key_rotation=model.key_rotation,
-                           softmax_scale=np.float64(model.softmax_scale))
-        for name in ("n_layers", "n_q_heads", "n_kv_heads", "head_dim", "value_dim",
-                     "hidden_size", "vocab_size", "logit_size"):
+        group.attrs.update(
+            name=model.name,
+            architecture=model.architecture,
+            rope=model.rope,
+            key_rotation=model.key_rotation,
+            softmax_scale=np.float64(model.softmax_scale),
+        )
+        for name in (
+            "n_layers",
+            "n_q_heads",
+            "n_kv_heads",
+            "head_dim",
+            "value_dim",
+            "hidden_size",
+            "vocab_size",
+            "logit_size",
+        ):
             group.attrs[name] = np.int32(getattr(model, name))
         if model.rope_dim is not None:
             group.attrs["rope_dim"] = np.int32(model.rope_dim)
@@ -149,8 +167,10 @@ class TraceWriter:
                 with np.errstate(over="ignore"):
                     narrow = np.asarray(weights, dtype="<f2")
                 if not np.isfinite(narrow).all():
-                    raise RecordError(f"{self.part}: model/wo/{layer}: a weight beyond {65504} or "
-                                      "not finite; the trace stores 16 bits")
+                    raise RecordError(
+                        f"{self.part}: model/wo/{layer}: a weight beyond {65504} or "
+                        "not finite; the trace stores 16 bits"
+                    )
                 group[f"wo/{layer}"] = narrow
         except OSError as error:
             raise self._disk_error("cannot write the model", error) from error
@@ -175,8 +195,12 @@ class TraceWriter:
             self._reserve(METADATA_MARGIN + 8 * plan.capacity)
             group = self._file.create_group(f"sequences/{number}")
             one = _Sequence(group, plan, where)
-            group.attrs.update(n_prompt=np.uint64(plan.n_prompt), n_tokens=np.uint64(one.capacity),
-                               committed=np.uint64(0), source=plan.source)
+            group.attrs.update(
+                n_prompt=np.uint64(plan.n_prompt),
+                n_tokens=np.uint64(one.capacity),
+                committed=np.uint64(0),
+                source=plan.source,
+            )
             for name in ("name", "task"):
                 if getattr(plan, name):
                     group.attrs[name] = getattr(plan, name)
@@ -184,8 +208,9 @@ class TraceWriter:
                 group.attrs["temperature"] = np.float64(plan.temperature)
             if plan.seed is not None:
                 group.attrs["seed"] = np.int64(plan.seed)
-            group.create_dataset("logit_pos", data=self._logit_pos(one), maxshape=(None,),
-                                 chunks=(CHUNK_BYTES // 4,))
+            group.create_dataset(
+                "logit_pos", data=self._logit_pos(one), maxshape=(None,), chunks=(CHUNK_BYTES // 4,)
+            )
             for name, ranges in plan.spans.items():
                 group[f"spans/{name}"] = np.asarray(ranges, dtype="<i4").reshape(-1, 2)
             if plan.chunks:
@@ -200,15 +225,18 @@ class TraceWriter:
         if plan.n_prompt < 1:
             raise RecordError(f"{where}: a prompt of {plan.n_prompt} tokens, expected at least 1")
         if not 0 <= plan.first_row < plan.n_prompt:
-            raise RecordError(f"{where}: first_row {plan.first_row}, expected 0 .. "
-                              f"{plan.n_prompt - 1}")
+            raise RecordError(
+                f"{where}: first_row {plan.first_row}, expected 0 .. {plan.n_prompt - 1}"
+            )
         named = [(f"span {name}", r) for name, ranges in plan.spans.items() for r in ranges]
         named += [("chunk", r) for r in plan.chunks]
         for what, (begin, end) in named:
             limit = plan.n_prompt if what == "chunk" else None
             if not 0 <= begin < end or (limit is not None and end > limit):
-                raise RecordError(f"{where}: {what} {begin} .. {end}, expected a half-open range "
-                                  f"of positions{'' if limit is None else f' up to {limit}'}")
+                raise RecordError(
+                    f"{where}: {what} {begin} .. {end}, expected a half-open range "
+                    f"of positions{'' if limit is None else f' up to {limit}'}"
+                )
 
     @staticmethod
     def _logit_pos(one: _Sequence) -> np.ndarray:
@@ -216,8 +244,9 @@ class TraceWriter:
 
     # -- rows
 
-    def append(self, sequence: int, name: str, first: int, rows: np.ndarray,
-               layer: int | None = None) -> None:
+    def append(
+        self, sequence: int, name: str, first: int, rows: np.ndarray, layer: int | None = None
+    ) -> None:
         """Rows of the positions first, first + 1, ... of one dataset. The first call creates it.
         float32 rows of a 16-bit dataset are narrowed; a value beyond its range is an error."""
         one = self._sequences[sequence]
@@ -304,8 +333,9 @@ class TraceWriter:
             self._flush()
             self._reserve(METADATA_MARGIN)
         except OSError as error:
-            raise self._disk_error(f"at position {max(positions.values(), default=0)}",
-                                   error) from error
+            raise self._disk_error(
+                f"at position {max(positions.values(), default=0)}", error
+            ) from error
 
     def _check_whole(self, one: _Sequence, n: int) -> None:
         assert self._facts is not None
@@ -314,20 +344,25 @@ class TraceWriter:
             raise RecordError(f"{one.where}/layers/{min(missing)}: no rows, expected {n} positions")
         for column in one.columns.values():
             if column.next_position < n:
-                raise RecordError(f"{column.where}: rows up to position {column.next_position}, "
-                                  f"expected {n}")
+                raise RecordError(
+                    f"{column.where}: rows up to position {column.next_position}, expected {n}"
+                )
 
     def end_sequence(self, number: int, n_tokens: int) -> None:
         """The sequence has n_tokens positions; what came after them is cut off."""
         one = self._sequences[number]
         if n_tokens < one.plan.n_prompt:
-            raise RecordError(f"{one.where}: {n_tokens} positions, expected the whole prompt of "
-                              f"{one.plan.n_prompt}")
+            raise RecordError(
+                f"{one.where}: {n_tokens} positions, expected the whole prompt of "
+                f"{one.plan.n_prompt}"
+            )
         for name, ranges in one.plan.spans.items():
             for begin, end in ranges:
                 if end > n_tokens:
-                    raise RecordError(f"{one.where}/spans/{name}: {begin} .. {end}, but the "
-                                      f"sequence has {n_tokens} positions")
+                    raise RecordError(
+                        f"{one.where}/spans/{name}: {begin} .. {end}, but the "
+                        f"sequence has {n_tokens} positions"
+                    )
         self.commit({number: n_tokens})
         try:
             one.capacity = n_tokens
@@ -414,7 +449,9 @@ class TraceWriter:
         reason = error.strerror or str(error).splitlines()[0]
         hint = ""
         if any(one.committed for one in self._sequences):
-            hint = f"; positions committed: {', '.join(map(str, self.committed))} " \
-                   f"(kvreplay inspect {self.part} --recover)"
+            hint = (
+                f"; positions committed: {', '.join(map(str, self.committed))} "
+                f"(kvreplay inspect {self.part} --recover)"
+            )
         self.close()
         return RecordError(f"{self.part}: {when}: {reason}{hint}")

@@ -1,4 +1,5 @@
-"""The part of the recorder that needs no torch: file, rows, commits, the disk, the writer thread."""
+"""The part of the recorder that needs no torch: file, rows, commits, the disk, the writer
+thread."""
 
 import os
 import resource
@@ -23,9 +24,20 @@ PROGRAM = os.environ.get("KVREPLAY_PROGRAM")
 
 
 def model(**changes) -> ModelInfo:
-    values = dict(name="tiny", architecture="llama", n_layers=2, n_q_heads=HQ, n_kv_heads=HKV,
-                  head_dim=D, value_dim=D, hidden_size=32, vocab_size=50, logit_size=52,
-                  softmax_scale=0.25, cache_dtype="float16")
+    values = dict(
+        name="tiny",
+        architecture="llama",
+        n_layers=2,
+        n_q_heads=HQ,
+        n_kv_heads=HKV,
+        head_dim=D,
+        value_dim=D,
+        hidden_size=32,
+        vocab_size=50,
+        logit_size=52,
+        softmax_scale=0.25,
+        cache_dtype="float16",
+    )
     return ModelInfo(**{**values, **changes})
 
 
@@ -115,24 +127,48 @@ class WriterTest(Folder):
 
         big = np.full((1, HKV, D), 70000, "<f4")
         cases = [
-            ("a value beyond 16 bits",
-             lambda: begun().append(0, "k", 0, big, 1), "layers/1/k: step 0: inf.*65504"),
-            ("not a number", lambda: begun().append(0, "lse", 0, np.full((1, HQ), np.nan, "f4"), 0),
-             "layers/0/lse: step 0: nan, expected finite"),
-            ("a token outside", lambda: begun().append(0, "tokens", 0, np.array([3, 50])),
-             "tokens: step 1: 50, expected 0 to 49"),
-            ("a retention above 1",
-             lambda: begun().append(0, "retention", 0, np.full((1, HKV), 0.1, "f4"), 0),
-             "retention: step 0: 0.1"),
-            ("a pass unseen", lambda: begun().append(0, "tokens", 2, np.array([3])),
-             "row of position 2, expected 0"),
-            ("another shape", lambda: begun().append(0, "k", 0, np.zeros((1, HQ, D), "f2"), 0),
-             r"rows of shape \[4, 8\], expected \[2, 8\]"),
-            ("a span turned round", lambda: begun(spans={"needle": [(3, 2)]}), "span needle 3 .. 2"),
+            (
+                "a value beyond 16 bits",
+                lambda: begun().append(0, "k", 0, big, 1),
+                "layers/1/k: step 0: inf.*65504",
+            ),
+            (
+                "not a number",
+                lambda: begun().append(0, "lse", 0, np.full((1, HQ), np.nan, "f4"), 0),
+                "layers/0/lse: step 0: nan, expected finite",
+            ),
+            (
+                "a token outside",
+                lambda: begun().append(0, "tokens", 0, np.array([3, 50])),
+                "tokens: step 1: 50, expected 0 to 49",
+            ),
+            (
+                "a retention above 1",
+                lambda: begun().append(0, "retention", 0, np.full((1, HKV), 0.1, "f4"), 0),
+                "retention: step 0: 0.1",
+            ),
+            (
+                "a pass unseen",
+                lambda: begun().append(0, "tokens", 2, np.array([3])),
+                "row of position 2, expected 0",
+            ),
+            (
+                "another shape",
+                lambda: begun().append(0, "k", 0, np.zeros((1, HQ, D), "f2"), 0),
+                r"rows of shape \[4, 8\], expected \[2, 8\]",
+            ),
+            (
+                "a span turned round",
+                lambda: begun(spans={"needle": [(3, 2)]}),
+                "span needle 3 .. 2",
+            ),
             ("a chunk beyond the prompt", lambda: begun(chunks=[(0, 5)]), "chunk 0 .. 5"),
             ("no prompt", lambda: begun(n_prompt=0), "prompt of 0 tokens"),
-            ("heads that do not divide", lambda: TraceWriter(self.path, model(n_kv_heads=3), "test"),
-             "n_kv_heads 3 does not divide n_q_heads 4"),
+            (
+                "heads that do not divide",
+                lambda: TraceWriter(self.path, model(n_kv_heads=3), "test"),
+                "n_kv_heads 3 does not divide n_q_heads 4",
+            ),
         ]
         for name, work, text in cases:
             with self.subTest(name):
@@ -165,8 +201,9 @@ class WriterTest(Folder):
             if limit is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                              preexec_fn=limited)
+        return subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=limited
+        )
 
     RUN = """
 writer = TraceWriter(path, model(), "test")
@@ -205,8 +242,11 @@ except RecordError as error:
     def test_a_full_disk_is_named_and_loses_nothing_committed(self) -> None:
         done = self.run_child(self.RUN.format(capacity=5, stop=-1), limit=5 << 18)
         self.assertEqual(done.returncode, 1, done.stderr)
-        self.assertRegex(done.stdout, r"run.h5.part: at position \d+: File too large; positions "
-                         r"committed: \d+ \(kvreplay inspect .* --recover\)")
+        self.assertRegex(
+            done.stdout,
+            r"run.h5.part: at position \d+: File too large; positions "
+            r"committed: \d+ \(kvreplay inspect .* --recover\)",
+        )
         self.assertFalse(self.path.exists())
         with h5py.File(self.part) as file:
             committed = int(file["sequences/0"].attrs["committed"])
@@ -227,10 +267,17 @@ class SessionTest(Folder):
             session.tokens(np.array(ids), places)
             for layer in range(2):
                 block = np.full((2, n, 64 + 32 + 32), 1, "<f2").view("<i2")
-                session.packed(block, [Field("q", 0, 32, "<f2", (HQ, D)),
-                                       Field("k", 32, 16, "<f2", (HKV, D)),
-                                       Field("v", 48, 16, "<f2", (HKV, D)),
-                                       Field("lse", 64, 8, "<f4", (HQ,))], places, layer)
+                session.packed(
+                    block,
+                    [
+                        Field("q", 0, 32, "<f2", (HQ, D)),
+                        Field("k", 32, 16, "<f2", (HKV, D)),
+                        Field("v", 48, 16, "<f2", (HKV, D)),
+                        Field("lse", 64, 8, "<f4", (HQ,)),
+                    ],
+                    places,
+                    layer,
+                )
             session.pass_done()
 
         # The first sequence is padded on the left by one; 9 in a prompt stops nothing.

@@ -22,12 +22,21 @@ transformers.utils.logging.disable_progress_bar()
 PROGRAM = os.environ["KVREPLAY_PROGRAM"]
 VOCABULARY = 97
 
-COMMON = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
-              num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-              bos_token_id=1, eos_token_id=2)
+COMMON = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 HEAD = dict(head_dim=16)
-MIXED = dict(sliding_window=16,
-             layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+MIXED = dict(
+    sliding_window=16, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+)
 
 
 def configs() -> dict[str, transformers.PretrainedConfig]:
@@ -37,20 +46,34 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
         "qwen2": transformers.Qwen2Config(**COMMON),
         "qwen3": transformers.Qwen3Config(**COMMON, **HEAD),
         "mistral": transformers.MistralConfig(**COMMON, sliding_window=16),
-        "gemma3": transformers.Gemma3TextConfig(**COMMON, **HEAD, **MIXED,
-                                                query_pre_attn_scalar=20),
-        "gpt_oss": transformers.GptOssConfig(**COMMON, **HEAD, **MIXED, num_local_experts=4,
-                                             num_experts_per_tok=2),
-        "gpt2": transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=3, n_head=4,
-                                        n_positions=256, bos_token_id=1, eos_token_id=2),
+        "gemma3": transformers.Gemma3TextConfig(
+            **COMMON, **HEAD, **MIXED, query_pre_attn_scalar=20
+        ),
+        "gpt_oss": transformers.GptOssConfig(
+            **COMMON, **HEAD, **MIXED, num_local_experts=4, num_experts_per_tok=2
+        ),
+        "gpt2": transformers.GPT2Config(
+            vocab_size=VOCABULARY,
+            n_embd=64,
+            n_layer=3,
+            n_head=4,
+            n_positions=256,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
         "phi": transformers.PhiConfig(**COMMON, partial_rotary_factor=0.5),
-        "glm": transformers.GlmConfig(**COMMON, **HEAD, partial_rotary_factor=0.5,
-                                      pad_token_id=None),
+        "glm": transformers.GlmConfig(
+            **COMMON, **HEAD, partial_rotary_factor=0.5, pad_token_id=None
+        ),
     }
 
 
-def make_model(config: transformers.PretrainedConfig, attention: str = "sdpa", seed: int = 0,
-               dtype: torch.dtype = torch.float32):
+def make_model(
+    config: transformers.PretrainedConfig,
+    attention: str = "sdpa",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+):
     """Random weights, large enough that attention is not flat."""
     if config.model_type == "gpt_oss":  # transformers has no SDPA for learned sinks
         attention = "eager"
@@ -92,11 +115,13 @@ def read(path: Path, sequence: int = 0) -> dict[str, np.ndarray]:
     """Every dataset of a sequence, and the model's under `model/`."""
     found: dict[str, np.ndarray] = {}
     with h5py.File(path) as file:
+
         def visit(prefix: str):
             def keep(name: str, item: object) -> None:
                 if isinstance(item, h5py.Dataset):
                     values = item[()]
                     found[prefix + name] = values.astype("f4") if values.dtype == "f2" else values
+
             return keep
 
         file[f"sequences/{sequence}"].visititems(visit(""))
@@ -114,11 +139,17 @@ class Case(unittest.TestCase):
     def check(self, path: Path | None = None) -> None:
         kvreplay("inspect", path or self.path, "--check", "--all")
 
-    def assert_same(self, one: dict[str, np.ndarray], other: dict[str, np.ndarray],
-                    tolerance: float, but: tuple[str, ...] = ()) -> None:
+    def assert_same(
+        self,
+        one: dict[str, np.ndarray],
+        other: dict[str, np.ndarray],
+        tolerance: float,
+        but: tuple[str, ...] = (),
+    ) -> None:
         names = {n for n in one if not n.startswith(but)} if but else set(one)
         self.assertEqual(names, {n for n in other if not n.startswith(but)} if but else set(other))
         for name in sorted(names):
             self.assertEqual(one[name].shape, other[name].shape, name)
-            np.testing.assert_allclose(one[name], other[name], rtol=tolerance, atol=tolerance,
-                                       err_msg=name)
+            np.testing.assert_allclose(
+                one[name], other[name], rtol=tolerance, atol=tolerance, err_msg=name
+            )

@@ -1,4 +1,5 @@
-"""Every architecture, every attention path: traces that keep the rules, equal to the C++ runner's."""
+"""Every architecture, every attention path: traces that keep the rules, equal to the C++
+runner's."""
 
 import subprocess
 import unittest
@@ -7,8 +8,7 @@ import h5py
 import numpy as np
 import torch
 
-from support import (PROGRAM, VOCABULARY, Case, configs, kvreplay, make_ids, make_model, read,
-                     replay)
+from support import PROGRAM, VOCABULARY, Case, configs, make_ids, make_model, read, replay
 
 import kvtrace
 
@@ -24,8 +24,13 @@ class ModelsTest(Case):
                 with self.subTest(model=name, attention=attention, kv=kv):
                     model = make_model(config, attention)
                     with kvtrace.record(model, self.path, quiet=True, kv_dtype=kv, **ALL):
-                        model.generate(ids, attention_mask=torch.ones_like(ids),
-                                       max_new_tokens=12, min_new_tokens=12, do_sample=False)
+                        model.generate(
+                            ids,
+                            attention_mask=torch.ones_like(ids),
+                            max_new_tokens=12,
+                            min_new_tokens=12,
+                            do_sample=False,
+                        )
                     self.check()
                     quality = replay(self.path, "full")["full"]["quality"]
                     self.assertAlmostEqual(quality["attention_recall"], 1, delta=tolerance)
@@ -46,8 +51,9 @@ class ModelsTest(Case):
         for name, facts in expected.items():
             with self.subTest(model=name):
                 model = make_model(configs()[name], "eager")
-                kvtrace.teacher_forced(model, make_ids(1, 24)[0], self.path, prompt_length=20,
-                                       quiet=True)
+                kvtrace.teacher_forced(
+                    model, make_ids(1, 24)[0], self.path, prompt_length=20, quiet=True
+                )
                 with h5py.File(self.path) as file:
                     group = file["model"]
                     for key in ("rope", "rope_dim", "softmax_scale"):
@@ -72,9 +78,11 @@ class ModelsTest(Case):
                 inner = model.model
                 raw: list[torch.Tensor] = []
                 hook = inner.layers[0].self_attn.k_proj.register_forward_hook(
-                    lambda m, a, out: raw.append(out.detach()))
-                kvtrace.teacher_forced(model, make_ids(1, 24)[0], self.path, prompt_length=20,
-                                       block=24, quiet=True)
+                    lambda m, a, out: raw.append(out.detach())
+                )
+                kvtrace.teacher_forced(
+                    model, make_ids(1, 24)[0], self.path, prompt_length=20, block=24, quiet=True
+                )
                 hook.remove()
                 with h5py.File(self.path) as file:
                     k = file["sequences/0/layers/0/k"][:].astype("f8")
@@ -82,8 +90,11 @@ class ModelsTest(Case):
                     frequencies = file["model/rope_inv_freq"][0]
                 angle = np.arange(24)[:, None, None] * frequencies
                 cos, sin = np.cos(angle), np.sin(angle)
-                pick = (slice(0, dim // 2), slice(dim // 2, dim)) if kind == "half" else (
-                    slice(0, dim, 2), slice(1, dim, 2))
+                pick = (
+                    (slice(0, dim // 2), slice(dim // 2, dim))
+                    if kind == "half"
+                    else (slice(0, dim, 2), slice(1, dim, 2))
+                )
                 a, b = k[..., pick[0]], k[..., pick[1]]
                 turned = k.copy()
                 turned[..., pick[0]], turned[..., pick[1]] = a * cos + b * sin, b * cos - a * sin
@@ -99,16 +110,38 @@ class ModelsTest(Case):
             for ours, theirs, tolerance in (("model", "fp32", 2e-3), ("fp16", "fp16", 4e-3)):
                 arguments = ["--prompt-length", "40", "--logits", "full", "--with"]
                 done = subprocess.run(
-                    [PROGRAM, "record", "--model", directory, "--tokens", tokens, "-o",
-                     self.folder / "cpp.h5", *arguments, "wo,value_norm,residual", "--kv-dtype",
-                     theirs], capture_output=True, text=True)
+                    [
+                        PROGRAM,
+                        "record",
+                        "--model",
+                        directory,
+                        "--tokens",
+                        tokens,
+                        "-o",
+                        self.folder / "cpp.h5",
+                        *arguments,
+                        "wo,value_norm,residual",
+                        "--kv-dtype",
+                        theirs,
+                    ],
+                    capture_output=True,
+                    text=True,
+                )
                 if done.returncode:
                     self.assertIn("not support", done.stderr, name)
                     break
                 model = make_model(config)
                 ids = [int(t) for t in tokens.read_text().split()]
-                kvtrace.teacher_forced(model, ids, self.path, prompt_length=40, block=17,
-                                       kv_dtype=ours, quiet=True, **ALL)
+                kvtrace.teacher_forced(
+                    model,
+                    ids,
+                    self.path,
+                    prompt_length=40,
+                    block=17,
+                    kv_dtype=ours,
+                    quiet=True,
+                    **ALL,
+                )
                 with self.subTest(model=name, kv=theirs):
                     self.check()
                     self.assert_same(read(self.path), read(self.folder / "cpp.h5"), tolerance)
@@ -122,13 +155,18 @@ class ModelsTest(Case):
                 with self.subTest(dtype=dtype, model=name):
                     model = make_model(configs()[name], "eager", dtype=dtype)
                     with kvtrace.record(model, self.path, quiet=True, extras=("wo", "value_norm")):
-                        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8,
-                                       do_sample=False)
+                        model.generate(
+                            ids,
+                            attention_mask=torch.ones_like(ids),
+                            max_new_tokens=8,
+                            do_sample=False,
+                        )
                     self.check()
                     with h5py.File(self.path) as file:
                         self.assertEqual(file["model"].attrs["cache_dtype"], "float16")
-                        self.assertEqual(file["model"].attrs["compute_dtype"],
-                                         str(dtype).removeprefix("torch."))
+                        self.assertEqual(
+                            file["model"].attrs["compute_dtype"], str(dtype).removeprefix("torch.")
+                        )
                         self.assertEqual(file["sequences/0/layers/0/o"].dtype, "<f2")
 
 

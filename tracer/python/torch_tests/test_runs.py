@@ -1,4 +1,5 @@
-"""Generation, batches, padding, options and callbacks: what lands in the trace, and what does not."""
+"""Generation, batches, padding, options and callbacks: what lands in the trace, and what does
+not."""
 
 import unittest
 
@@ -16,8 +17,9 @@ ALL = dict(logits="full", extras=("wo", "value_norm", "residual"))
 
 def generate(model, ids: torch.Tensor, new: int, **how) -> torch.Tensor:
     mask = how.pop("attention_mask", torch.ones_like(ids))
-    return model.generate(ids, attention_mask=mask, max_new_tokens=new,
-                          **{"do_sample": False, **how})
+    return model.generate(
+        ids, attention_mask=mask, max_new_tokens=new, **{"do_sample": False, **how}
+    )
 
 
 class RunsTest(Case):
@@ -32,8 +34,15 @@ class RunsTest(Case):
                 one = read(self.path)
                 np.testing.assert_array_equal(one["tokens"], out[0, :-1])
                 for block in (11, 64):
-                    kvtrace.teacher_forced(model, out[0, :-1], self.folder / "b.h5", block=block,
-                                           prompt_length=30, quiet=True, **ALL)
+                    kvtrace.teacher_forced(
+                        model,
+                        out[0, :-1],
+                        self.folder / "b.h5",
+                        block=block,
+                        prompt_length=30,
+                        quiet=True,
+                        **ALL,
+                    )
                     self.check(self.folder / "b.h5")
                     self.assert_same(one, read(self.folder / "b.h5"), 2e-3)
 
@@ -50,7 +59,7 @@ class RunsTest(Case):
         with h5py.File(self.path) as file:
             group = file["sequences/0"]
             self.assertEqual((group.attrs["temperature"], group.attrs["seed"]), (0.7, 5))
-            np.testing.assert_array_equal(group["tokens"][:], alone[0, :len(group["tokens"])])
+            np.testing.assert_array_equal(group["tokens"][:], alone[0, : len(group["tokens"])])
 
     def test_a_batch_of_three_with_padding_equals_three_runs(self) -> None:
         for name in ("qwen2", "gpt2", "gemma3"):
@@ -63,8 +72,14 @@ class RunsTest(Case):
                         ids[b, pads], mask[b, pads] = 0, 0
                     with kvtrace.record(model, self.path, quiet=True, **ALL):
                         if side == "left":
-                            out = generate(model, ids, 10, attention_mask=mask, min_new_tokens=10,
-                                           pad_token_id=0)
+                            out = generate(
+                                model,
+                                ids,
+                                10,
+                                attention_mask=mask,
+                                min_new_tokens=10,
+                                pad_token_id=0,
+                            )
                         else:
                             model(input_ids=ids, attention_mask=mask)
                     self.check()
@@ -98,8 +113,14 @@ class RunsTest(Case):
 
         model = make_model(configs()["llama"])
         with kvtrace.record(model, self.path, quiet=True):
-            generate(model, make_ids(2, 16), 30, suppress_tokens=[2], pad_token_id=0,
-                     stopping_criteria=[Enough()])
+            generate(
+                model,
+                make_ids(2, 16),
+                30,
+                suppress_tokens=[2],
+                pad_token_id=0,
+                stopping_criteria=[Enough()],
+            )
         self.check()
         with h5py.File(self.path) as file:
             found = [int(file[f"sequences/{b}"].attrs["n_tokens"]) for b in range(2)]
@@ -117,8 +138,10 @@ class RunsTest(Case):
                     model(input_ids=part, cache=cache)
         self.check()
         with h5py.File(self.path) as file:
-            sizes = [(int(g.attrs["n_prompt"]), int(g.attrs["n_tokens"]))
-                     for _, g in sorted(file["sequences"].items())]
+            sizes = [
+                (int(g.attrs["n_prompt"]), int(g.attrs["n_tokens"]))
+                for _, g in sorted(file["sequences"].items())
+            ]
         self.assertEqual(sizes, [(12, 17), (9, 12), (9, 12), (8, 10)])
         self.assertEqual((recording.summary.sequences, recording.summary.positions), (4, 51))
 
@@ -140,8 +163,9 @@ class RunsTest(Case):
                         at = f"layers/{layer}/"
                         np.testing.assert_array_equal(some[at + "k"], whole[at + "k"])
                         for dataset in ("q", "o", "lse"):
-                            np.testing.assert_allclose(some[at + dataset],
-                                                       whole[at + dataset][prompt - 64 :], atol=1e-5)
+                            np.testing.assert_allclose(
+                                some[at + dataset], whole[at + dataset][prompt - 64 :], atol=1e-5
+                            )
                         sums = some[at + "column_sum"]
                         expected = column_sums(whole, layer, prompt, model.config, name)
                         np.testing.assert_allclose(sums, expected, rtol=5e-3, atol=5e-3)
@@ -160,10 +184,15 @@ class RunsTest(Case):
             return np.arange(len(request.tokens)) + 100.0 * request.layer + request.sequence
 
         with kvtrace.record(
-                model, self.path, quiet=True, retention=retention, image_score=saliency,
-                retention_gate={"gate.weight": gate.weight, "gate.bias": gate.bias},
-                chunks=[(0, 16)],
-                spans=lambda s, prompt: {"needle": [(len(prompt) - 5, len(prompt) - 2)]}):
+            model,
+            self.path,
+            quiet=True,
+            retention=retention,
+            image_score=saliency,
+            retention_gate={"gate.weight": gate.weight, "gate.bias": gate.bias},
+            chunks=[(0, 16)],
+            spans=lambda s, prompt: {"needle": [(len(prompt) - 5, len(prompt) - 2)]},
+        ):
             generate(model, ids, 5, attention_mask=mask, min_new_tokens=5, pad_token_id=0)
         self.check()
         for b, prompt in ((0, 20), (1, 16)):
@@ -174,8 +203,9 @@ class RunsTest(Case):
             np.testing.assert_array_equal(found["layers/1/image_score"], expected)
             self.assertEqual(found["layers/0/retention"].shape, (prompt + 4, 2))
             self.assertTrue((found["layers/0/retention"] < 0).all())
-            np.testing.assert_array_equal(found["model/retention_gate/gate.weight"],
-                                          gate.weight.detach().numpy())
+            np.testing.assert_array_equal(
+                found["model/retention_gate/gate.weight"], gate.weight.detach().numpy()
+            )
 
     def test_generation_loop_without_grad_mode_and_autocast(self) -> None:
         """Sums stay float32 where the caller has asked for less."""
@@ -184,6 +214,42 @@ class RunsTest(Case):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 generate(model, ids, 6)
         self.check()
+
+    def test_a_flash_path(self) -> None:
+        """A kernel that is given padding as [batch, positions], the window as a number, and no
+        mask: what flash kernels are given, computed here without one."""
+
+        def kernel(module, query, key, value, mask, scaling=None, sliding_window=None, **kwargs):
+            n, keys = query.shape[2], key.shape[2]
+            t = torch.arange(keys - n, keys)[:, None]
+            seen = torch.arange(keys) <= t
+            if sliding_window:
+                seen &= torch.arange(keys) > t - sliding_window
+            seen = seen[None, None].repeat(len(query), 1, 1, 1)
+            if mask is not None:
+                seen &= mask[:, None, None, -keys:].bool()
+            out = torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=seen, scale=scaling, enable_gqa=True
+            )
+            return out.nan_to_num().transpose(1, 2).contiguous(), None
+
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
+
+        transformers.AttentionInterface.register("kernel_stand_in", kernel)
+        transformers.AttentionMaskInterface.register("kernel_stand_in", masks["flash_attention_2"])
+        ids = make_ids(2, 30)
+        mask = torch.ones_like(ids)
+        ids[1, :7], mask[1, :7] = 0, 0
+        for name in ("llama", "gemma3"):
+            found = []
+            for attention in ("kernel_stand_in", "sdpa"):
+                model = make_model(configs()[name], attention)
+                with kvtrace.record(model, self.path, quiet=True, **ALL):
+                    generate(model, ids, 9, attention_mask=mask, min_new_tokens=9, pad_token_id=0)
+                self.check()
+                found.append([read(self.path, b) for b in range(2)])
+            for one, other in zip(*found):
+                self.assert_same(one, other, 2e-3)
 
     def test_models_are_left_as_they_were(self) -> None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as table

@@ -85,11 +85,17 @@ class TransferTest(Case):
         model, ids = make_model(configs()["gemma3"]), make_ids(2, 30)
         found = []
         for lane, limit in ((None, 1 << 30), (LateLane(0.001), 1 << 20)):
-            options = RecordOptions(quiet=True, extras=["residual"], logits="full",
-                                    buffer_bytes=limit)
+            options = RecordOptions(
+                quiet=True, extras=["residual"], logits="full", buffer_bytes=limit
+            )
             with Recording(model, self.path, options, lane):
-                model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10,
-                               min_new_tokens=10, do_sample=False)
+                model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=10,
+                    min_new_tokens=10,
+                    do_sample=False,
+                )
             self.check()
             found.append([read(self.path, b) for b in range(2)])
         for one, other in zip(*found):
