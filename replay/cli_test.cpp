@@ -54,16 +54,16 @@ TEST_CASE("usage errors are one line and exit code 2") {
       "record --model x --tokens y -o z.h5 --generate 4 --prompt-length 3",
       "record --model x --tokens y -o z.h5 --generate 4 --attention every=0",
       "policies confvk"};
-  for (const char* rest : {"windw:budget=4",     "window:budgt=4",
-                           "window:budget=-1",   "confkv:tau=-.5",
-                           "window:budget=1e3",  "window:budget=0.2",
-                           "window:budget=",     "window:budget=18446744073709551616",
-                           "window:budget=nan",  "window:budget=4,budget=5",
-                           "full -o x.xlsx",     "full --skip -1",
-                           "full --skip 40",     "full --threads 0",
-                           "full --device cuda", "full --mode closed",
-                           "full --sequential",  "full --kv-dtype fp32",
-                           "full --resume",      "full --match-bytes 20%",
+  for (const char* rest : {"windw:budget=4",    "window:budgt=4",
+                           "window:budget=-1",  "confkv:tau=-.5",
+                           "window:budget=1e3", "window:budget=0.2",
+                           "window:budget=",    "window:budget=18446744073709551616",
+                           "window:budget=nan", "window:budget=4,budget=5",
+                           "full -o x.xlsx",    "full --skip -1",
+                           "full --skip 40",    "full --threads 0",
+                           "full --device gpu", "full --mode closed",
+                           "full --sequential", "full --kv-dtype fp32",
+                           "full --resume",     "full --match-bytes 20%",
                            "full --unknown"}) {
     wrong.push_back(fmt::format("replay {} -p {}", t, rest));
   }
@@ -75,6 +75,25 @@ TEST_CASE("usage errors are one line and exit code 2") {
     CHECK_MESSAGE(one_line(result.err), result.err);
   }
   CHECK(run(folder, "replay " + t + " -p window:budgt=4").err.find("budget") != std::string::npos);
+}
+
+TEST_CASE("without a GPU: auto runs on the CPU, cuda is one line and exit code 1") {
+  temporary_folder folder;
+  const auto t = small_trace(folder);
+  ::setenv("CUDA_VISIBLE_DEVICES", "", 1);  // hides what the machine may have
+  const auto cuda = run(folder, "replay " + t + " -p full --device cuda -o " + (folder / "c.json"));
+  const auto automatic = run(folder, "replay " + t + " -p full -o " + (folder / "a.json"));
+  const auto version = run(folder, "--version");
+  ::unsetenv("CUDA_VISIBLE_DEVICES");
+  CHECK(cuda.code == 1);
+  CHECK(cuda.out.empty());
+  CHECK_MESSAGE(one_line(cuda.err), cuda.err);
+  CHECK(cuda.err.find("--device cuda") != std::string::npos);
+  CHECK_FALSE(std::filesystem::exists(folder / "c.json"));
+  CHECK(automatic.code == 0);
+  CHECK(automatic.err.empty());
+  CHECK(reports::read_json(slurp(folder / "a.json"), "a.json").tool.device == "cpu");
+  CHECK(version.out.find("GPU      none (") != std::string::npos);
 }
 
 TEST_CASE("a file that is no trace costs one line and exit code 1") {

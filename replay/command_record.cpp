@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "replay/commands.hpp"
+#include "replay/device_choice.hpp"
 #include "replay/progress.hpp"
 #include "replay/text.hpp"
 #include "tracer/model.hpp"

@@ -14,6 +14,7 @@
 #include "policies/policy.hpp"
 #include "replay/closed_loop.hpp"
 #include "replay/commands.hpp"
+#include "replay/device_choice.hpp"
 #include "replay/gap.hpp"
 #include "replay/labels.hpp"
 #include "replay/match_bytes.hpp"
@@ -100,6 +101,7 @@ class replay_run {
   std::optional<match_target> target_;
   std::vector<policies::policy> policies_;
   std::vector<std::string> modes_;
+  std::unique_ptr<kernels::compute_device> device_;  // null: the CPU
   std::optional<tracer::model> model_;
   std::vector<reports::result> journal_rows_;
   std::optional<reports::journal_writer> journal_;
@@ -123,8 +125,10 @@ int replay_run::run() {
     journal_.emplace(target, command_.resume ? reports::journal_writer::start::resume
                                              : reports::journal_writer::start::fresh);
   }
-  report_.tool = {version_number(),     revision_text(), "cpu",      hdf5_text(),    cuda_text(),
-                  common_.command_line, compiler_text(), cpu_text(), common_.threads};
+  device_ = choose_device(common_.device);
+  report_.tool = {version_number(), revision_text(), device_name(device_.get()),
+                  hdf5_text(),      cuda_text(),     common_.command_line,
+                  compiler_text(),  cpu_text(),      common_.threads};
   load_model();
   for (const auto& path : command_.traces) run_trace(path);
   write_outputs();
@@ -201,6 +205,7 @@ void replay_run::run_sequence(const traces::reader& trace, int sequence) {
   options.bound = !command_.no_bound;
   options.skip = command_.skip;
   options.block = command_.block;
+  options.device = device_.get();
   options.per_step = !command_.steps_file.empty();
   options.per_head = !command_.heads_file.empty();
   options.kept = !command_.kept_file.empty();
@@ -254,7 +259,11 @@ std::vector<lane_output> replay_run::run_policies(const std::string& mode,
   loop.per_step = options.per_step;
   loop.kept = options.kept;
   loop.progress = options.progress;
-  return replay_closed(trace, sequence, *model_, todo, loop);
+  auto lanes = replay_closed(trace, sequence, *model_, todo, loop);
+  for (auto& lane : lanes) {
+    if (device_ != nullptr) add_note(lane.row, "on the CPU: the closed loop has no device code");
+  }
+  return lanes;
 }
 
 std::vector<matched_policy> replay_run::matched(const traces::reader& trace, int sequence,
@@ -356,7 +365,6 @@ void replay_run::print_table() const {
 }  // namespace
 
 int run_replay(const common_options& common, const replay_command& command) {
-  require_cpu(common.device, "replay");
   replay_run run(common, command);
   return run.run();
 }

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "replay/commands.hpp"
+#include "replay/device_choice.hpp"
 #include "replay/labels.hpp"
 #include "replay/output_files.hpp"
 #include "replay/progress.hpp"
@@ -59,7 +60,8 @@ class sweep_command_run {
   const common_options& common_;
   const sweep_command& command_;
   bool root_;
-  std::string quality_;  // the metric of the marks
+  std::string quality_;                              // the metric of the marks
+  std::unique_ptr<kernels::compute_device> device_;  // null: the CPU
   std::optional<reports::journal_writer> journal_;
   std::unique_ptr<progress_bar> bar_;
 };
@@ -70,6 +72,7 @@ sweep_options sweep_command_run::options_for_sweep() {
   options.recover = command_.recover;
   options.open.bound = !command_.no_bound;
   options.open.skip = command_.skip;
+  options.open.device = device_.get();
   if (!root_) return options;
   if (!command_.outputs.empty()) {
     const auto& target = command_.outputs.front();
@@ -94,8 +97,9 @@ sweep_options sweep_command_run::options_for_sweep() {
 // Several sequences: their means come behind the rows they are means of, and carry the marks too.
 void sweep_command_run::write(std::vector<reports::result> rows) const {
   reports::report report;
-  report.tool = {version_number(),     revision_text(), "cpu",      hdf5_text(),    cuda_text(),
-                 common_.command_line, compiler_text(), cpu_text(), common_.threads};
+  report.tool = {version_number(), revision_text(), device_name(device_.get()),
+                 hdf5_text(),      cuda_text(),     common_.command_line,
+                 compiler_text(),  cpu_text(),      common_.threads};
   report.runs = std::move(rows);
   for (const auto& path : command_.outputs) write_report(path, report);
 }
@@ -136,6 +140,7 @@ int sweep_command_run::run() {
   if (command_.resume && command_.outputs.empty()) {
     throw usage_error("--resume needs -o: the journal of finished rows stands beside that file");
   }
+  device_ = choose_device(common_.device);
   std::int64_t repeated = 0;
   const auto points = take_shard(sweep_points(command_.policies, repeated), part.index, part.of);
   if (root_ && !common_.quiet) {
@@ -162,7 +167,6 @@ int sweep_command_run::run() {
 }  // namespace
 
 int run_sweep(const common_options& common, const sweep_command& command) {
-  require_cpu(common.device, "sweep");
   return sweep_command_run(common, command).run();
 }
 

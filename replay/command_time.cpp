@@ -4,6 +4,7 @@
 #include <iterator>
 
 #include "replay/commands.hpp"
+#include "replay/device_choice.hpp"
 #include "replay/labels.hpp"
 #include "replay/output_files.hpp"
 #include "replay/progress.hpp"

@@ -9,6 +9,7 @@
 
 #include "policies/params.hpp"
 #include "replay/commands.hpp"
+#include "replay/device_choice.hpp"
 #include "replay/labels.hpp"
 #include "replay/output_files.hpp"
 #include "replay/progress.hpp"
@@ -80,6 +81,7 @@ class tune_command_run {
   const tune_command& command_;
   tune_goal goal_;
   bool root_;
+  std::unique_ptr<kernels::compute_device> device_;  // null: the CPU
   std::vector<policies::spec_grid> grids_;
 };
 
@@ -110,6 +112,7 @@ std::vector<reports::result> tune_command_run::evaluate(std::span<const std::str
   }
   sweep_options options;
   options.open.bound = false;
+  options.open.device = device_.get();
   // Under several ranks a batch is dealt out; alone it shares one pass.
   options.batch_points = std::max<std::int64_t>(1, std::ssize(specs) / this_rank().size);
   if (share < 1) {
@@ -197,6 +200,7 @@ int tune_command_run::run() {
     require_known_format(path);
     if (root_) reports::probe_writable(path);
   }
+  device_ = choose_device(common_.device);
   goal_.quality = command_.quality == "auto" ? quality_of_traces() : command_.quality;
   progress_bar bar("tune", "points", common_.quiet || !root_);
   std::int64_t done = 0;
@@ -228,8 +232,9 @@ int tune_command_run::run() {
                           best.quality.attention_recall.value_or(0)));
   }
   reports::report report;
-  report.tool = {version_number(),     revision_text(), "cpu",      hdf5_text(),    cuda_text(),
-                 common_.command_line, compiler_text(), cpu_text(), common_.threads};
+  report.tool = {version_number(), revision_text(), device_name(device_.get()),
+                 hdf5_text(),      cuda_text(),     common_.command_line,
+                 compiler_text(),  cpu_text(),      common_.threads};
   report.runs = found.rows;
   reports::mark_pareto(report.runs, goal_.quality);
   report.runs.insert(report.runs.end(), holdout.begin(), holdout.end());
@@ -241,7 +246,6 @@ int tune_command_run::run() {
 }  // namespace
 
 int run_tune(const common_options& common, const tune_command& command) {
-  require_cpu(common.device, "tune");
   return tune_command_run(common, command).run();
 }
 

@@ -89,7 +89,7 @@ struct time_command {
 };
 int run_time(const common_options& common, const time_command& command);
 
-// `kvreplay --version`: version, revision, compiler, HDF5, CUDA, CPU; several lines.
+// `kvreplay --version`: version, revision, compiler, HDF5, CUDA, CPU, GPU; several lines.
 std::string version_text();
 
 }  // namespace kvreplay::replay

@@ -38,7 +38,9 @@ std::vector<lane_output> open_loop_pass::run() {
   residual_norm_.resize(layers_.size());
   reference_l1_.resize(layers_.size());
   layer_failed_.resize(layers_.size());
-  tbb::parallel_for(0, static_cast<int>(layers_.size()), [&](int slot) {
+  if (any_lane(true)) run_on_device();
+  const int on_host = any_lane(false) ? static_cast<int>(layers_.size()) : 0;
+  tbb::parallel_for(0, on_host, [&](int slot) {
     try {
       run_layer(slot);
     } catch (const std::exception& e) {
@@ -89,7 +91,12 @@ void open_loop_pass::start_lanes(std::vector<lane_output>& out) {
         fail(out[i], missing);
         continue;
       }
-      lanes_.back() = start_lane(policy);
+      auto lane = start_lane(policy);
+      if (options_.device != nullptr) lane->host_note = host_reason(policy, shape_);
+      if (options_.device != nullptr && lane->host_note.empty()) {
+        lane->device = std::make_unique<device_lane>(lane->state, *options_.device);
+      }
+      lanes_.back() = std::move(lane);
     } catch (const std::exception& e) {
       fail(out[i], e.what());
     }
@@ -148,7 +155,8 @@ void open_loop_pass::run_layer(int slot) {
   const auto each_lane = [&](const auto& work) {
     tbb::this_task_arena::isolate([&] {
       tbb::parallel_for(size_t{0}, lanes_.size(), [&](size_t i) {
-        if (lanes_[i] == nullptr || !lanes_[i]->failed[static_cast<size_t>(slot)].empty()) return;
+        if (lanes_[i] == nullptr || lanes_[i]->device != nullptr) return;
+        if (!lanes_[i]->failed[static_cast<size_t>(slot)].empty()) return;
         try {
           work(*lanes_[i]);
         } catch (const std::exception& e) {
@@ -233,7 +241,9 @@ void open_loop_pass::report_progress(std::int64_t steps) {
   if (!options_.progress) return;
   const std::scoped_lock lock(progress_mutex_);
   progress_done_ += steps;
-  options_.progress(progress_done_, info_.n_decode() * static_cast<std::int64_t>(layers_.size()));
+  const int passes = (any_lane(false) ? 1 : 0) + (any_lane(true) ? 1 : 0);
+  options_.progress(progress_done_,
+                    passes * info_.n_decode() * static_cast<std::int64_t>(layers_.size()));
 }
 
 std::vector<lane_output> replay_open(const traces::reader& trace, int sequence,

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/device_cache.hpp"
 #include "policies/policy.hpp"
 #include "replay/kept_log.hpp"
 #include "reports/csv.hpp"
@@ -26,6 +27,8 @@ struct open_loop_options {
   bool per_step = false;     // fill lane_output::steps
   bool per_head = false;     // fill lane_output::heads
   bool kept = false;         // fill lane_output::dropped
+  // Runs the policies that it can; the others run on the host, and their note says so.
+  kernels::compute_device* device = nullptr;
   std::function<void(std::int64_t done, std::int64_t total)> progress;  // from one thread at a time
 };
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -11,11 +12,13 @@
 #include <vector>
 
 #include "replay/bind.hpp"
+#include "replay/device_lane.hpp"
 #include "replay/full_reference.hpp"
 #include "replay/layer_data.hpp"
 #include "replay/measures.hpp"
 #include "replay/observe.hpp"
 #include "replay/open_loop.hpp"
+#include "replay/projection.hpp"
 #include "replay/replay_layer.hpp"
 
 namespace kvreplay::replay {
@@ -29,6 +32,8 @@ struct running_lane {
   std::vector<double> seconds;      // [layers]
   std::vector<double> confidence;   // [decode steps + 1] or empty
   double tau = 0;
+  std::unique_ptr<device_lane> device = {};  // null: on the host
+  std::string host_note = {};                // why there, where a device was offered
 };
 
 class open_loop_pass {
@@ -63,6 +68,20 @@ class open_loop_pass {
                      std::span<const float> weights, std::span<const float> o, std::int64_t first,
                      std::int64_t steps);
   void report_progress(std::int64_t steps);
+  // open_loop_device.cpp
+  struct device_layer;
+  using device_group = std::vector<std::unique_ptr<device_layer>>;
+  bool any_lane(bool on_device) const;
+  int layers_at_once() const;
+  void run_on_device();
+  void run_device_group(const device_group& group);
+  void run_device_block(running_lane& lane, const device_group& group, std::int64_t first,
+                        std::int64_t steps);
+  void project_reference(const device_layer& layer, std::int64_t first, std::int64_t steps);
+  void each_device_lane(const std::function<void(running_lane&)>& work);
+  projection_shape projection() const {
+    return {model_.n_q_heads, model_.value_dim, model_.hidden_size};
+  }
   std::int64_t block_steps() const;
   void finish(const running_lane& lane, lane_output& out) const;
   void finish_spans(const running_lane& lane, reports::result& row) const;

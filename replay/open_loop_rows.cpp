@@ -46,7 +46,8 @@ void open_loop_pass::finish(const running_lane& lane, lane_output& out) const {
   reduce_measures(lane.measures, context, row);
   row.memory.final_bytes = static_cast<double>(cache.payload_bytes());
   row.memory.prefill_peak_bytes = static_cast<double>(full_bytes(shape_, info_.n_prompt));
-  row.memory.reserved_bytes = static_cast<double>(cache.reserved_bytes());
+  row.memory.reserved_bytes =
+      static_cast<double>(lane.device ? lane.device->reserved_bytes() : cache.reserved_bytes());
   const auto events = cache.events();
   if (cache.format().body != kernels::body_format::none) {
     row.events.quantised = static_cast<double>(events.quantised);
@@ -66,6 +67,11 @@ void open_loop_pass::finish(const running_lane& lane, lane_output& out) const {
   const double seconds = std::accumulate(lane.seconds.begin(), lane.seconds.end(), 0.0);
   row.time.wall_s = seconds;
   if (seconds > 0) row.time.steps_per_s = static_cast<double>(info_.n_decode()) / seconds;
+  if (lane.device != nullptr) {  // its layers attend together
+    row.time.attend_us_p50 = row.time.attend_us_p99 = std::nullopt;
+    add_note(row, "on the device: attention is not timed by layer");
+  }
+  if (!lane.host_note.empty()) add_note(row, lane.host_note);
   if (lane.state.policy().needs.future) add_note(row, "reads the future of the recorded run");
   if (lane.state.policy().trigger.prefill_only) {
     add_note(row, "selects after the prompt only: the cache then grows without limit");

@@ -6,7 +6,9 @@
 #include <array>
 #include <fstream>
 
+#include "kernels/device_cache.hpp"
 #include "replay/commands.hpp"
+#include "replay/device_choice.hpp"
 
 namespace kvreplay::replay {
 
@@ -40,19 +42,13 @@ std::string hdf5_text() {
   return fmt::format("{}.{}.{}", H5_VERS_MAJOR, H5_VERS_MINOR, H5_VERS_RELEASE);
 }
 
-std::string cuda_text() { return "none"; }
-
-void require_cpu(const std::string& device, const std::string& command) {
-  if (device == "cuda") {
-    throw usage_error(fmt::format(
-        "--device cuda: {} has no CUDA back end in this build; use --device cpu or auto", command));
-  }
-}
+std::string cuda_text() { return kernels::cuda_version(); }
 
 std::string version_text() {
-  return fmt::format("kvreplay {}\nrevision {}\ncompiler {}\nHDF5     {}\nCUDA     {}\nCPU      {}",
-                     version_number(), revision_text(), compiler_text(), hdf5_text(), cuda_text(),
-                     cpu_text());
+  return fmt::format(
+      "kvreplay {}\nrevision {}\ncompiler {}\nHDF5     {}\nCUDA     {}\nCPU      {}\nGPU      {}",
+      version_number(), revision_text(), compiler_text(), hdf5_text(), cuda_text(), cpu_text(),
+      gpu_text());
 }
 
 }  // namespace kvreplay::replay

@@ -18,8 +18,4 @@ std::string cpu_text();  // the processor's name as the system gives it
 std::string hdf5_text();
 std::string cuda_text();  // "none" where the build has no CUDA
 
-// Throws usage_error where --device cuda was asked of a command or build that has no device back
-// end. "auto" and "cpu" pass.
-void require_cpu(const std::string& device, const std::string& command);
-
 }  // namespace kvreplay::replay
