@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "kernels/groups.hpp"
 #include "kernels/inner_loops.hpp"
 
 namespace kvreplay::kernels {
@@ -19,14 +20,19 @@ struct scratch_space {
   std::vector<float> scores;       // [group, entries], then the probabilities
   std::vector<float> weights;      // [group, entries] of one tier: what V rows are multiplied by
   std::vector<half_bits> scalars;  // [body entries], where they lie in pages
+  grouped_rows grouped;            // of the head at hand, where the format has groups
+  std::vector<float> rows;         // [up to block_rows, dim]: grouped entries as numbers
 };
+
+// As many as the loops sum before they add to o: the same blocks as in one run over all entries.
+constexpr int block_rows = 32;
 
 // One KV head of one item: what the loops need, as plain pointers.
 struct head_work {
   const head_store* store;
   const payload_rows* rows;
   row_pages body_pages, tail_pages;
-  bool half_tail;
+  bool half_tail, grouped;
   int group, head_dim, value_dim;
   float softmax_scale;
   const float* q;     // [group, head_dim]
@@ -72,6 +78,13 @@ void fold_query(const head_work& w, scratch_space& s) {
   }
 }
 
+template <class Visit>
+void for_each_block(std::int64_t n, Visit visit) {
+  for (std::int64_t begin = 0; begin < n; begin += block_rows) {
+    visit(begin, static_cast<int>(std::min<std::int64_t>(block_rows, n - begin)));
+  }
+}
+
 void score_entries(const head_work& w, scratch_space& s) {
   const head_store& store = *w.store;
   const int body = store.body_size(), tail = store.tail_size();
@@ -79,7 +92,14 @@ void score_entries(const head_work& w, scratch_space& s) {
   fold_query(w, s);
   s.scores.resize(static_cast<std::size_t>(w.group * n));
   const float *q = s.q.data(), *folded = s.q_folded.data();
-  if (body > 0) {
+  if (body > 0 && w.grouped) {
+    for_each_block(body, [&](std::int64_t begin, int count) {
+      s.rows.resize(static_cast<std::size_t>(count) * static_cast<std::size_t>(w.head_dim));
+      s.grouped.keys(begin, count, s.rows.data());
+      s.loops->score_float(
+          {q, w.group, w.head_dim, s.rows.data(), nullptr, count, s.scores.data() + begin, n});
+    });
+  } else if (body > 0) {
     s.loops->score_int8({folded, w.group, w.head_dim, w.rows->body_k.data(),
                          body_scalars(w, w.rows->body_k_scale, s.scalars), body, s.scores.data(), n,
                          w.body_pages});
@@ -100,6 +120,14 @@ void sum_body(const head_work& w, scratch_space& s) {
   const int body = store.body_size();
   const std::int64_t n = store.size();
   const float* weights = s.scores.data();
+  if (w.grouped) {
+    for_each_block(body, [&](std::int64_t begin, int count) {
+      s.rows.resize(static_cast<std::size_t>(count) * static_cast<std::size_t>(w.value_dim));
+      s.grouped.values(begin, count, s.rows.data());
+      s.loops->add_float({weights + begin, n, w.group, w.value_dim, s.rows.data(), count, w.o});
+    });
+    return;
+  }
   if (const half_bits* scale = body_scalars(w, w.rows->body_v_scale, s.scalars); scale != nullptr) {
     s.weights.resize(static_cast<std::size_t>(w.group * n));
     for (int g = 0; g < w.group; ++g) {
@@ -227,6 +255,7 @@ void attend_item_heads(const attend_item& item, scratch_space& scratch) {
                          .body_pages = cache.rows_of(item.layer, h, tier::body),
                          .tail_pages = cache.rows_of(item.layer, h, tier::tail),
                          .half_tail = cache.format().tail == tail_format::fp16,
+                         .grouped = is_grouped(cache.format()),
                          .group = group,
                          .head_dim = shape.head_dim,
                          .value_dim = shape.value_dim,
@@ -235,6 +264,7 @@ void attend_item_heads(const attend_item& item, scratch_space& scratch) {
                          .sink = sink == nullptr ? nullptr : sink + first,
                          .o = item.o + first * shape.value_dim,
                          .lse = item.lse + first};
+    if (work.grouped) scratch.grouped.open(cache, item.layer, h);
     attend_head(work, scratch);
     store_mass(item, h, group, work.store->size(), scratch.scores.data());
   }
@@ -262,6 +292,9 @@ head_integers integer_scores(const kv_cache& cache, int layer, int q_head,
     throw std::invalid_argument(
         fmt::format("integer_scores: query head {} with {} channels, expected {}", q_head, q.size(),
                     shape.head_dim));
+  }
+  if (is_grouped(cache.format())) {
+    throw std::invalid_argument("integer_scores: the format's scales are no part of the query");
   }
   std::vector<float> folded(q.size());
   fold_channels(q.data(), shape.head_dim, static_cast<float>(shape.softmax_scale),

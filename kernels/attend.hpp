@@ -44,6 +44,7 @@ struct head_integers {
   float scale;
   std::vector<std::int32_t> scores;  // [body entries]
 };
+// Throws std::invalid_argument for formats with groups, whose scores are not integers.
 head_integers integer_scores(const kv_cache& cache, int layer, int q_head,
                              std::span<const float> q);
 

@@ -25,7 +25,7 @@ kv_cache exact_cache(int q_heads, int dim, double softmax_scale, std::vector<flo
 }
 
 storage_format nth_format(int i, int window) {
-  switch (i % 6) {
+  switch (i % 8) {
     case 0:
       return int8_format(scale_format::hybrid, window);
     case 1:
@@ -36,6 +36,10 @@ storage_format nth_format(int i, int window) {
       return int8_format(scale_format::channel_grow, window);
     case 4:
       return int8_format(scale_format::channel_static, window);
+    case 5:
+      return int8_format(scale_format::group, window);
+    case 6:
+      return int4_format(window);
     default: {
       storage_format f;
       f.tail = tail_format::fp32;
@@ -72,11 +76,13 @@ TEST_CASE("attend agrees with the reference for any group, head_dim and length")
 }
 
 TEST_CASE("values may have another width than keys") {
-  for (const auto scales : {scale_format::hybrid, scale_format::channel_grow}) {
+  for (const storage_format& format :
+       {int8_format(scale_format::hybrid, 8), int8_format(scale_format::channel_grow, 8),
+        int8_format(scale_format::group, 8), int4_format(8)}) {
     const cache_shape shape = small_shape(6, 2, 48, 100);
-    kv_cache cache(shape, int8_format(scales, 8));
+    kv_cache cache(shape, format);
     numbers random(3);
-    fill(cache, 0, 0, 70, random);
+    fill(cache, 0, 0, 140, random);
     const std::vector<float> q = random.normals(6 * 48);
     CHECK(worst_error(cache, 0, q) <= attend_tolerance(cache, 0, q));
   }

@@ -73,6 +73,9 @@ struct inner_loops {
   void (*exponentials)(float* x, std::int64_t n, float shift);
   // out[i] = x[i] * scale[i]
   void (*times_halves)(const float* x, const half_bits* scale, std::int64_t n, float* out);
+  // out[c] = codes[c] * scale[c] + zero[c]; zero null: zeros.
+  void (*affine_row)(const std::int8_t* codes, const float* scale, const float* zero, int n,
+                     float* out);
   void (*from_halves)(const half_bits* x, std::int64_t n, float* out);
   void (*to_halves)(const float* x, std::int64_t n, half_bits* out);
   // out[r * stride + j] = (row r of q) . (key j): q [count, dim], keys [dim, 16]. Every product sum

@@ -37,9 +37,10 @@ std::vector<storage_format> all_formats(int window) {
   full.tail = tail_format::fp32;
   std::vector<storage_format> formats = {storage_format{}, full};
   for (const auto scales : {scale_format::hybrid, scale_format::token, scale_format::channel_grow,
-                            scale_format::channel_static}) {
+                            scale_format::channel_static, scale_format::group}) {
     formats.push_back(int8_format(scales, window));
   }
+  formats.push_back(int4_format(window));
   return formats;
 }
 

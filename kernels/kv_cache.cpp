@@ -65,15 +65,9 @@ void check_format(const storage_format& f) {
                        most_in_page));
   }
   if (f.body == body_format::none) return;
-  if (f.body == body_format::int4) refuse("int4 is not implemented by this back end");
-  if (f.scales == scale_format::group) refuse("group scales are not implemented by this back end");
   if (!std::isfinite(f.static_margin) || f.static_margin <= 0) {
     refuse(fmt::format("static_margin is {}, expected a positive number", f.static_margin));
   }
-}
-
-bool has_channel_table(const storage_format& f) {
-  return f.body != body_format::none && f.scales != scale_format::token;
 }
 
 template <class T>
@@ -163,7 +157,8 @@ std::int64_t kv_cache::payload_bytes(int layer) const {
   std::int64_t total = 0;
   for (int h = 0; h < shape_.kv_heads; ++h) {
     const head_store& store = head(layer, h);
-    total += kernels::payload_bytes(shape_, format_, store.tail_size(), store.body_size());
+    total +=
+        kernels::payload_bytes(shape_, format_, store.tail_size(), store.body_size(), store.groups);
   }
   return total;
 }
@@ -175,15 +170,22 @@ std::int64_t kv_cache::payload_bytes() const {
 }
 
 std::int64_t kv_cache::state_bytes(int layer) const {
-  std::int64_t held = 0;
-  for (int h = 0; h < shape_.kv_heads; ++h) held += entries(layer, h);
-  return held * static_cast<std::int64_t>(sizeof(std::int32_t) + sizeof(float));
+  constexpr std::int64_t word = sizeof(std::int32_t);
+  static_assert(word == sizeof(float));
+  std::int64_t words = 0;
+  for (int h = 0; h < shape_.kv_heads; ++h) {
+    words += 2 * std::int64_t{entries(layer, h)} +
+             static_cast<std::int64_t>(head(layer, h).body_group.size());
+  }
+  return words * word;
 }
 
 std::int64_t kv_cache::reserved_bytes() const {
   std::int64_t total = 0;
   for (const head_store& s : heads_) {
-    total += capacity_bytes(s.k_channel_scale) + capacity_bytes(s.v_channel_scale);
+    total += capacity_bytes(s.k_channel_scale) + capacity_bytes(s.v_channel_scale) +
+             capacity_bytes(s.group_k_scale) + capacity_bytes(s.group_k_zero) +
+             capacity_bytes(s.group_v_scale);
     for (const tier t : {tier::tail, tier::body}) {
       const auto pages = (t == tier::tail ? s.tail_pages : s.body_pages).size();
       total += static_cast<std::int64_t>(pages) * format_.page * widths_.bytes(t);
@@ -211,12 +213,20 @@ storage_events& kv_cache::events(int layer) {
   return events_[static_cast<std::size_t>(layer)];
 }
 
+bool has_channel_table(const storage_format& f) {
+  return f.body == body_format::int8 && f.scales != scale_format::token &&
+         f.scales != scale_format::group;
+}
+
 std::int64_t payload_bytes(const cache_shape& shape, const storage_format& format,
-                           std::int64_t tail, std::int64_t body) {
+                           std::int64_t tail, std::int64_t body, std::int64_t groups) {
   const row_widths widths(shape, format);
   const std::int64_t channels = shape.head_dim + shape.value_dim;
   const std::int64_t table = has_channel_table(format) ? 4 * channels : 0;
-  return tail * widths.bytes(tier::tail) + body * widths.bytes(tier::body) + table;
+  // FP16, keys: a scale (int4: and a zero point); values: a scale (int4: none, they are the rows').
+  const std::int64_t group =
+      format.body == body_format::int4 ? 2 * 2 * std::int64_t{shape.head_dim} : 2 * channels;
+  return tail * widths.bytes(tier::tail) + body * widths.bytes(tier::body) + groups * group + table;
 }
 
 }  // namespace kvreplay::kernels

@@ -41,11 +41,12 @@ struct cache_shape {
   int window_of(int layer) const { return window.empty() ? 0 : window[static_cast<size_t>(layer)]; }
 };
 
-enum class tail_format : std::uint8_t { fp16, fp32 };        // fp32: for references only
-enum class body_format : std::uint8_t { none, int8, int4 };  // int4: not stored by any back end yet
+enum class tail_format : std::uint8_t { fp16, fp32 };  // fp32: for references only
+enum class body_format : std::uint8_t { none, int8, int4 };
 // hybrid: channel scale x FP16 scalar per token; token: the same with a channel table of ones;
 // channel_grow / channel_static: one FP32 scale per channel, no token scalar (KERNELS, section 2);
-// group: groups of 64 entries in order of ageing.
+// group: one FP16 scale per channel for groups of 64 entries in order of ageing (groups.hpp). int4
+// has scales of its own kind and reads none of this.
 enum class scale_format : std::uint8_t { hybrid, token, channel_grow, channel_static, group };
 
 struct storage_format {
@@ -53,7 +54,7 @@ struct storage_format {
   body_format body = body_format::none;
   scale_format scales = scale_format::hybrid;
   int tail_window = 128;        // W: after step t an entry is in the tail iff position > t - W ...
-  int tail_sinks = 0;           // ... or position < tail_sinks
+  int tail_sinks = 0;           // ... or position < tail_sinks, or its group is not full yet
   float static_margin = 1.25F;  // channel_static: scale = margin * absmax / 127
   int page = 0;                 // paged layout: entries per page, a power of two; 0: contiguous
   bool operator==(const storage_format&) const = default;
@@ -74,6 +75,10 @@ struct head_store : payload_rows {
   std::vector<float> tail_score;
   std::vector<std::int32_t> body_position;
   std::vector<float> body_score;
+  // Formats with groups: the group of each body entry, and [groups][head_dim], [groups][value_dim].
+  std::vector<std::int32_t> body_group;
+  std::vector<half_bits> group_k_scale, group_k_zero, group_v_scale;
+  int groups = 0;
   // Paged layout: pages of the layer's pool in slot order.
   std::vector<std::int32_t> tail_pages, body_pages;
   // Channel scales, [head_dim] and [value_dim]; empty until calibrated, and always in
@@ -128,11 +133,13 @@ class kv_cache {
   int max_entries(int layer) const;  // over the KV heads of the layer
   std::vector<std::int32_t> positions(int layer, int kv_head) const;  // ascending
 
-  // Bytes stored for keys and values: payload by precision, per-entry scalars, channel tables
-  // (float32, counted from the first step wherever the format has one). Never nominal.
+  // Bytes stored for keys and values: payload by precision, per-entry scalars, scales of groups
+  // that have a member, channel tables (float32, counted from the first step wherever the format
+  // has one). Never nominal.
   std::int64_t payload_bytes(int layer) const;
   std::int64_t payload_bytes() const;
-  // Positions (int32) and one float score per entry. Reported apart from the payload.
+  // Positions (int32) and one float score per entry, and the number of its group for those that
+  // have one. Reported apart from the payload.
   std::int64_t state_bytes(int layer) const;
   // For the payload, slack included: what is allocated, or in the paged layout all of every page
   // that a head holds (those in the pool are free for others).
@@ -156,8 +163,12 @@ constexpr std::int64_t row_offset(std::int64_t token, std::int64_t heads, std::i
   return (token * heads + head) * dim;
 }
 
-// Payload bytes that one (layer, KV head) takes with `tail` and `body` entries, tables included.
+// Payload bytes that one (layer, KV head) takes with `tail` and `body` entries, the latter of
+// `groups` groups where the format has them; tables included.
 std::int64_t payload_bytes(const cache_shape&, const storage_format&, std::int64_t tail,
-                           std::int64_t body);
+                           std::int64_t body, std::int64_t groups = 0);
+
+// One FP32 scale per channel of a KV head, apart from any entry.
+bool has_channel_table(const storage_format&);
 
 }  // namespace kvreplay::kernels

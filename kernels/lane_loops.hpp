@@ -268,6 +268,22 @@ void times_halves(const float* x, const half_bits* scale, std::int64_t n, float*
 }
 
 template <class L>
+void affine_row(const std::int8_t* codes, const float* scale, const float* zero, int n,
+                float* out) {
+  int c = 0;
+  for (; c + L::width <= n; c += L::width) {
+    const typename L::reg from = zero == nullptr ? L::zero() : L::load(zero + c);
+    L::store(out + c, L::fmadd(L::widen(codes + c), L::load(scale + c), from));
+  }
+  if (c == n) return;
+  const int rest = n - c;
+  const typename L::reg from = zero == nullptr ? L::zero() : L::load_first(zero + c, rest);
+  L::store_first(out + c,
+                 L::fmadd(L::widen_first(codes + c, rest), L::load_first(scale + c, rest), from),
+                 rest);
+}
+
+template <class L>
 void from_halves(const half_bits* x, std::int64_t n, float* out) {
   std::int64_t i = 0;
   for (; i + L::width <= n; i += L::width) L::store(out + i, L::widen(x + i));

@@ -139,6 +139,7 @@ const inner_loops avx2_loops = {
     .softmax = lanes::softmax<avx2_lanes>,
     .exponentials = lanes::exponentials<avx2_lanes>,
     .times_halves = lanes::times_halves<avx2_lanes>,
+    .affine_row = lanes::affine_row<avx2_lanes>,
     .from_halves = lanes::from_halves<avx2_lanes>,
     .to_halves = lanes::to_halves<avx2_lanes>,
     .score_tile = lanes::score_tile<avx2_lanes>,

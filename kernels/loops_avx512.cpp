@@ -251,6 +251,7 @@ const inner_loops avx512_loops = {
     .softmax = lanes::softmax<avx512_lanes>,
     .exponentials = lanes::exponentials<avx512_lanes>,
     .times_halves = lanes::times_halves<avx512_lanes>,
+    .affine_row = lanes::affine_row<avx512_lanes>,
     .from_halves = lanes::from_halves<avx512_lanes>,
     .to_halves = lanes::to_halves<avx512_lanes>,
     .score_tile = lanes::score_tile<avx512_lanes>,

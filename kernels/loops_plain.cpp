@@ -93,6 +93,13 @@ void times_halves(const float* x, const half_bits* scale, std::int64_t n, float*
   for (std::int64_t i = 0; i < n; ++i) out[i] = x[i] * half_to_float(scale[i]);
 }
 
+void affine_row(const std::int8_t* codes, const float* scale, const float* zero, int n,
+                float* out) {
+  for (int c = 0; c < n; ++c) out[c] = static_cast<float>(codes[c]) * scale[c];
+  if (zero == nullptr) return;
+  for (int c = 0; c < n; ++c) out[c] += zero[c];
+}
+
 void from_halves(const half_bits* x, std::int64_t n, float* out) {
   for (std::int64_t i = 0; i < n; ++i) out[i] = half_to_float(x[i]);
 }
@@ -136,6 +143,7 @@ const inner_loops plain_loops = {
     .softmax = softmax_row,
     .exponentials = exp_in_place,
     .times_halves = times_halves,
+    .affine_row = affine_row,
     .from_halves = from_halves,
     .to_halves = to_halves,
     .score_tile = score_tile,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "kernels/groups.hpp"
 #include "kernels/kv_cache.hpp"
 
 namespace kvreplay::kernels {
@@ -11,9 +12,11 @@ row_widths::row_widths(const cache_shape& shape, const storage_format& format) {
   (half ? tail_k : tail_k32) = shape.head_dim;
   (half ? tail_v : tail_v32) = shape.value_dim;
   if (format.body == body_format::none) return;
-  body_k = shape.head_dim;
-  body_v = shape.value_dim;
-  if (format.scales == scale_format::hybrid || format.scales == scale_format::token) {
+  body_k = code_bytes(format, shape.head_dim);
+  body_v = code_bytes(format, shape.value_dim);
+  if (format.body == body_format::int4) {
+    body_v_scale = body_v_zero = (shape.value_dim + int4_channels - 1) / int4_channels;
+  } else if (format.scales == scale_format::hybrid || format.scales == scale_format::token) {
     body_k_scale = body_v_scale = 1;
   }
 }

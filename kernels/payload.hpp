@@ -23,15 +23,16 @@ struct payload_rows {
   // Tail: [rows][head_dim] and [rows][value_dim]; FP16 bits, or FP32 in tail_format::fp32.
   std::vector<half_bits> tail_k, tail_v;
   std::vector<float> tail_k32, tail_v32;
-  // Body: codes [rows][head_dim], [rows][value_dim]; one FP16 scalar per entry for K, V.
+  // Body: codes [rows][head_dim], [rows][value_dim] (int4: two to a byte, groups.hpp); one FP16
+  // scalar per entry for K, V (int4: for V a scale and a zero point per 32 channels).
   std::vector<std::int8_t> body_k, body_v;
-  std::vector<half_bits> body_k_scale, body_v_scale;
+  std::vector<half_bits> body_k_scale, body_v_scale, body_v_zero;
 };
 
 // Values per row of each array of payload_rows; 0: the format has no such array.
 struct row_widths {
   int tail_k = 0, tail_v = 0, tail_k32 = 0, tail_v32 = 0;
-  int body_k = 0, body_v = 0, body_k_scale = 0, body_v_scale = 0;
+  int body_k = 0, body_v = 0, body_k_scale = 0, body_v_scale = 0, body_v_zero = 0;
 
   row_widths() = default;
   row_widths(const cache_shape&, const storage_format&);
@@ -54,6 +55,7 @@ void for_each_array(Rows& rows, const row_widths& widths, tier t, Visit&& visit)
     see(rows.body_v, widths.body_v);
     see(rows.body_k_scale, widths.body_k_scale);
     see(rows.body_v_scale, widths.body_v_scale);
+    see(rows.body_v_zero, widths.body_v_zero);
   }
 }
 

@@ -22,9 +22,10 @@ std::vector<storage_format> formats() {
   wide.tail = tail_format::fp32;
   std::vector<storage_format> all = {storage_format{}, wide};
   for (const auto scales : {scale_format::hybrid, scale_format::token, scale_format::channel_grow,
-                            scale_format::channel_static}) {
-    all.push_back(int8_format(scales, 24));
+                            scale_format::channel_static, scale_format::group}) {
+    all.push_back(int8_format(scales, scales == scale_format::group ? 5 : 24));
   }
+  all.push_back(int4_format(7));
   all.back().tail_sinks = 2;
   return all;
 }
@@ -103,7 +104,9 @@ void check_bytes(const kv_cache& paged, const kv_cache& contiguous) {
       reserved += pages_for(s.tail_size(), page) * page * paged.widths().bytes(tier::tail) +
                   pages_for(s.body_size(), page) * page * paged.widths().bytes(tier::body) +
                   static_cast<std::int64_t>(
-                      4 * (s.k_channel_scale.capacity() + s.v_channel_scale.capacity()));
+                      4 * (s.k_channel_scale.capacity() + s.v_channel_scale.capacity()) +
+                      2 * (s.group_k_scale.capacity() + s.group_k_zero.capacity() +
+                           s.group_v_scale.capacity()));
     }
   }
   CHECK(paged.reserved_bytes() == reserved);
@@ -154,7 +157,7 @@ TEST_CASE("pages decide where bytes lie and nothing else") {
         check_bytes(paged, contiguous);
       }
       CHECK(paged.events().requantised == contiguous.events().requantised);
-      if (format.body != body_format::none) {
+      if (format.body != body_format::none && !is_grouped(format)) {
         const std::vector<float> q(static_cast<std::size_t>(shape.head_dim), 0.3F);
         CHECK(integer_scores(paged, 0, 4, q).scores == integer_scores(contiguous, 0, 4, q).scores);
       }
@@ -190,11 +193,12 @@ void poison(kv_cache& cache, float value) {
 
 TEST_CASE("what lies in free pages and beyond the lengths never matters") {
   const cache_shape shape = small_shape(4, 2, 40);
-  for (const int page : {4, 16}) {
+  for (const storage_format& format : {int8_format(scale_format::hybrid, 13), int4_format(3)}) {
+    const int page = format.body == body_format::int4 ? 4 : 16;
     attended expected;
     bool first = true;
     for (const float value : {0.0F, std::numeric_limits<float>::quiet_NaN(), 1e30F}) {
-      kv_cache cache = with_page(shape, int8_format(scale_format::hybrid, 13), page);
+      kv_cache cache = with_page(shape, format, page);
       attended r;
       for (std::int32_t t = 0; t < 90; ++t) {
         if (t > 60) poison(cache, value);

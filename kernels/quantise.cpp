@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string_view>
 
+#include "kernels/groups.hpp"
 #include "kernels/inner_loops.hpp"
 #include "kernels/numerics.hpp"
 #include "kernels/select.hpp"
@@ -90,10 +91,6 @@ std::vector<float> channel_scales(const std::vector<float>& top, const storage_f
   const float largest = *std::max_element(top.begin(), top.end());
   for (float& s : scales) s = largest == 0 ? 1.0F : std::max(s, 0x1p-12F * largest);
   return scales;
-}
-
-bool needs_table(const kv_cache& cache) {
-  return cache.format().body != body_format::none && cache.format().scales != scale_format::token;
 }
 
 void check_finite(const float* row, int n, int layer, int head, std::int64_t position,
@@ -241,40 +238,78 @@ std::vector<int> aged_slots(const head_store& store, const storage_format& forma
   return slots;
 }
 
+[[noreturn]] void refuse_row(int layer, int head, std::int32_t position, std::string_view what) {
+  throw std::domain_error(
+      fmt::format("quantise: layer {}, head {}, position {}: {}", layer, head, position, what));
+}
+
+// Codes of the given tail slots of one head, in body slots from `first` on, for which there is
+// room.
+void quantise_rows(kv_cache& cache, int layer, int head, const std::vector<int>& slots,
+                   std::int64_t first) {
+  head_store& store = cache.head(layer, head);
+  const rows_view k = tail_keys(cache, layer, head), v = tail_values(cache, layer, head);
+  payload_rows& rows = cache.payload(layer, head);
+  const row_pages pages = cache.rows_of(layer, head, tier::body);
+  const code_rows key_codes = {rows.body_k, rows.body_k_scale, store.k_channel_scale, k.dim, pages};
+  const code_rows value_codes = {rows.body_v, rows.body_v_scale, store.v_channel_scale, v.dim,
+                                 pages};
+  storage_events& events = cache.events(layer);
+  std::vector<float> key, value;
+  for (const int slot : slots) {
+    k.load(slot, key);
+    v.load(slot, value);
+    if (!write_codes(key.data(), cache.format(), key_codes, first, events) ||
+        !write_codes(value.data(), cache.format(), value_codes, first, events)) {
+      refuse_row(layer, head, store.tail_position[static_cast<std::size_t>(slot)],
+                 "the row is too large for a float16 scalar over the calibrated channel scales");
+    }
+    ++first;
+  }
+}
+
+// The same for formats with groups: whole groups of slots.
+void quantise_groups(kv_cache& cache, int layer, int head, const std::vector<int>& slots,
+                     std::int64_t first) {
+  const rows_view k = tail_keys(cache, layer, head), v = tail_values(cache, layer, head);
+  const auto size = static_cast<std::size_t>(group_size(cache.format()));
+  std::vector<float> row, keys, values;
+  for (std::size_t begin = 0; begin < slots.size(); begin += size) {
+    keys.clear();
+    values.clear();
+    for (std::size_t i = begin; i < begin + size; ++i) {
+      k.load(slots[i], row);
+      keys.insert(keys.end(), row.begin(), row.end());
+      v.load(slots[i], row);
+      values.insert(values.end(), row.begin(), row.end());
+    }
+    const auto to = first + static_cast<std::int64_t>(begin);
+    if (!write_group(cache, layer, head, to, keys.data(), values.data())) {
+      const auto oldest = static_cast<std::size_t>(slots[begin]);
+      refuse_row(layer, head, cache.head(layer, head).tail_position[oldest],
+                 "a row of the group that starts here is too large for float16 scales");
+    }
+  }
+}
+
 // Moves the given tail slots of one head to the body.
 void age_head(kv_cache& cache, int layer, int head, const std::vector<int>& slots) {
   head_store& store = cache.head(layer, head);
-  const std::int64_t held = store.body_size();
-  cache.resize_payload(layer, head, tier::body, held + static_cast<std::int64_t>(slots.size()));
-  const rows_view k = tail_keys(cache, layer, head), v = tail_values(cache, layer, head);
-  const cache_shape& shape = cache.shape();
-  payload_rows& rows = cache.payload(layer, head);
-  const row_pages pages = cache.rows_of(layer, head, tier::body);
-  const code_rows key_codes = {rows.body_k, rows.body_k_scale, store.k_channel_scale,
-                               shape.head_dim, pages};
-  const code_rows value_codes = {rows.body_v, rows.body_v_scale, store.v_channel_scale,
-                                 shape.value_dim, pages};
-  storage_events& events = cache.events(layer);
+  const std::int64_t first = store.body_size();
+  cache.resize_payload(layer, head, tier::body, first + static_cast<std::int64_t>(slots.size()));
+  if (is_grouped(cache.format())) {
+    quantise_groups(cache, layer, head, slots, first);
+  } else {
+    quantise_rows(cache, layer, head, slots, first);
+  }
   std::vector<std::uint8_t> stays(static_cast<std::size_t>(store.tail_size()), 1);
-  std::vector<float> key, value;
   for (const int slot : slots) {
     const auto at = static_cast<std::size_t>(slot);
-    const std::int32_t position = store.tail_position[at];
-    k.load(slot, key);
-    v.load(slot, value);
-    const std::int64_t to = store.body_size();
-    if (!write_codes(key.data(), cache.format(), key_codes, to, events) ||
-        !write_codes(value.data(), cache.format(), value_codes, to, events)) {
-      throw std::domain_error(
-          fmt::format("quantise: layer {}, head {}, position {}: the row is too large for a "
-                      "float16 scalar over the calibrated channel scales",
-                      layer, head, position));
-    }
-    store.body_position.push_back(position);
+    store.body_position.push_back(store.tail_position[at]);
     store.body_score.push_back(store.tail_score[at]);
     stays[at] = 0;
   }
-  events.quantised += static_cast<std::int64_t>(slots.size());
+  cache.events(layer).quantised += static_cast<std::int64_t>(slots.size());
   // The body's new entries come before the tail in entry order, and all of them stay.
   stays.insert(stays.begin(), static_cast<std::size_t>(store.body_size()), 1);
   compact(cache, layer, head, stays);
@@ -304,7 +339,7 @@ half_bits token_scale(float absmax) {
 }
 
 void calibrate(kv_cache& cache, int layer, const float* k, const float* v, std::int64_t rows) {
-  if (!needs_table(cache) || rows < least_calibration_rows) return;
+  if (!has_channel_table(cache.format()) || rows < least_calibration_rows) return;
   if (k == nullptr || v == nullptr) throw std::invalid_argument("calibrate: no k or no v");
   const cache_shape& shape = cache.shape();
   for (int h = 0; h < shape.kv_heads; ++h) {
@@ -332,9 +367,13 @@ void age(kv_cache& cache, int layer, std::int32_t step) {
   if (cache.format().body == body_format::none) return;
   for (int h = 0; h < cache.shape().kv_heads; ++h) {
     head_store& store = cache.head(layer, h);
-    const std::vector<int> slots = aged_slots(store, cache.format(), step);
+    std::vector<int> slots = aged_slots(store, cache.format(), step);
+    if (is_grouped(cache.format())) {  // the others wait in the tail until their group is full
+      slots.resize(slots.size() -
+                   slots.size() % static_cast<std::size_t>(group_size(cache.format())));
+    }
     if (slots.empty()) continue;
-    if (needs_table(cache) && store.k_channel_scale.empty()) {
+    if (has_channel_table(cache.format()) && store.k_channel_scale.empty()) {
       std::vector<int> held(static_cast<std::size_t>(store.tail_size()));
       std::iota(held.begin(), held.end(), 0);
       check_slots(cache, layer, h, held);

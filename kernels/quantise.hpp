@@ -16,7 +16,8 @@ namespace kvreplay::kernels {
 //   k [rows, kv_heads, head_dim], v [rows, kv_heads, value_dim]
 void calibrate(kv_cache& cache, int layer, const float* k, const float* v, std::int64_t rows);
 
-// Moves every tail entry with position <= step - W and position >= sinks to the body, oldest first.
+// Moves every tail entry with position <= step - W and position >= sinks to the body, oldest first;
+// in formats with groups, as many whole groups of them as there are (groups.hpp).
 // Symmetric codes in [-127, 127], round to nearest even; hybrid and token: code =
 // x / (channel scale * token scale), token scale = max(2^-14, absmax / 127 rounded up to FP16).
 // Throws std::domain_error naming layer, head and position for a non-finite value.

@@ -8,6 +8,8 @@
 #include <limits>
 #include <stdexcept>
 
+#include "kernels/groups.hpp"
+
 namespace kvreplay::kernels {
 namespace {
 
@@ -52,11 +54,17 @@ struct tier_entries {
     const auto source = static_cast<std::size_t>(from), target = static_cast<std::size_t>(to);
     positions()[target] = positions()[source];
     scores()[target] = scores()[source];
+    if (which == tier::body && !store.body_group.empty()) {
+      store.body_group[target] = store.body_group[source];
+    }
   }
   void cut(std::int64_t n) {
     cache.resize_payload(layer, head, which, n);
     positions().resize(static_cast<std::size_t>(n));
     scores().resize(static_cast<std::size_t>(n));
+    if (which == tier::tail || store.body_group.empty()) return;
+    store.body_group.resize(static_cast<std::size_t>(n));
+    forget_empty_groups(cache, layer, head);
   }
 };
 

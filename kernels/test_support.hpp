@@ -10,6 +10,7 @@
 
 #include "kernels/append.hpp"
 #include "kernels/attend.hpp"
+#include "kernels/groups.hpp"
 #include "kernels/isa.hpp"
 #include "kernels/kv_cache.hpp"
 #include "kernels/quantise.hpp"
@@ -68,6 +69,12 @@ inline storage_format int8_format(scale_format scales, int window) {
   return format;
 }
 
+inline storage_format int4_format(int window) {
+  storage_format format = int8_format(scale_format::group, window);
+  format.body = body_format::int4;
+  return format;
+}
+
 inline void append_one(kv_cache& cache, int layer, std::int32_t position,
                        const std::vector<float>& k, const std::vector<float>& v) {
   const append_item item{&cache, layer, position, k.data(), v.data()};
@@ -118,11 +125,35 @@ inline stored_entries read_entries(const kv_cache& cache, int layer, int head) {
   const auto at = [](const row_pages& pages, int slot, int dim, int c) {
     return static_cast<std::size_t>(row_of(pages, slot) * dim + c);
   };
+  const bool int4 = cache.format().body == body_format::int4;
+  // Entry `slot`, channel c of a format with groups: KIVI's, or INT8 by group and channel.
+  const auto grouped = [&](bool keys, int slot, int c) {
+    const int dim = keys ? shape.head_dim : shape.value_dim;
+    const auto cell =
+        static_cast<std::size_t>(s.body_group[static_cast<std::size_t>(slot)] * dim + c);
+    const std::vector<std::int8_t>& codes = keys ? rows.body_k : rows.body_v;
+    if (!int4) {
+      const auto& scale = keys ? s.group_k_scale : s.group_v_scale;
+      return codes[at(body, slot, dim, c)] * half_value(scale[cell]);
+    }
+    const int half = (dim + 1) / 2;
+    const int byte = static_cast<std::uint8_t>(codes[at(body, slot, half, c % half)]);
+    const int code = c < half ? byte & 15 : byte >> 4;
+    const std::size_t block = at(body, slot, (dim + 31) / 32, c / 32);
+    return keys ? half_value(s.group_k_zero[cell]) + code * half_value(s.group_k_scale[cell])
+                : half_value(rows.body_v_zero[block]) + code * half_value(rows.body_v_scale[block]);
+  };
+  stored_entries e;
   const auto read = [&](const std::vector<std::int8_t>& codes,
                         const std::vector<half_bits>& scalars, const std::vector<float>& table,
                         const std::vector<half_bits>& halves, const std::vector<float>& floats,
                         int dim, std::vector<double>& out) {
+    const bool keys = &out == &e.k;
     for (int slot = 0; slot < s.body_size(); ++slot) {
+      if (!s.body_group.empty()) {
+        for (int c = 0; c < dim; ++c) out.push_back(grouped(keys, slot, c));
+        continue;
+      }
       const double scalar = scalars.empty() ? 1.0 : half_value(scalars[at(body, slot, 1, 0)]);
       for (int c = 0; c < dim; ++c) {
         const double channel = table.empty() ? 1.0 : table[static_cast<std::size_t>(c)];
@@ -136,7 +167,6 @@ inline stored_entries read_entries(const kv_cache& cache, int layer, int head) {
       }
     }
   };
-  stored_entries e;
   read(rows.body_k, rows.body_k_scale, s.k_channel_scale, rows.tail_k, rows.tail_k32,
        shape.head_dim, e.k);
   read(rows.body_v, rows.body_v_scale, s.v_channel_scale, rows.tail_v, rows.tail_v32,
@@ -169,7 +199,8 @@ inline bool near(double a, double b, double tol) {
 inline double attend_tolerance(const kv_cache& cache, int layer, const std::vector<float>& q) {
   const cache_shape& s = cache.shape();
   double largest = 0;
-  for (int h = 0; active_isa() == isa::avx512 && h < s.q_heads; ++h) {
+  const bool integers = active_isa() == isa::avx512 && !is_grouped(cache.format());
+  for (int h = 0; integers && h < s.q_heads; ++h) {
     const head_store& store = cache.head(layer, h / s.group());
     const auto dim = static_cast<std::size_t>(s.head_dim);
     const std::span<const float> row(q.data() + static_cast<std::size_t>(h) * dim, dim);

@@ -24,10 +24,22 @@ std::int64_t saturating_sum(std::int64_t a, std::int64_t b) {
   return __builtin_add_overflow(a, b, &out) ? INT64_MAX : out;
 }
 
+// Bytes of an entry that is the last of its group: its codes, and scales that nothing shares.
+std::int64_t lone_entry_bytes(const precision_rule& precision, const model_dims& dims) {
+  const std::int64_t k = dims.head_dim, v = dims.value_dim;
+  if (precision.body == body_kind::int8) return (k + v) + 2 * (k + v);
+  const std::int64_t value_groups = (v + 31) / 32;
+  return (k + 1) / 2 + (v + 1) / 2 + 4 * value_groups + 4 * k;
+}
+
 // Bytes of one (layer, KV head) that holds n entries, scalars and channel tables included. The
 // FP16 part is the newest W and the sinks that never age: the most that the format can store.
-std::int64_t head_bytes(const precision_rule& precision, std::int64_t channels, std::int64_t n) {
+std::int64_t head_bytes(const precision_rule& precision, const model_dims& dims, std::int64_t n) {
+  const std::int64_t channels = std::int64_t{dims.head_dim} + dims.value_dim;
   if (precision.body == body_kind::none) return saturating_product(n, 2 * channels);
+  if (precision.body == body_kind::int4 || precision.scales == scale_kind::group) {
+    return saturating_product(n, std::max(2 * channels, lone_entry_bytes(precision, dims)));
+  }
   const std::int64_t wide =
       std::min<std::int64_t>(n, std::int64_t{precision.window} + std::int64_t{precision.sinks});
   const bool scalars = precision.scales != scale_kind::channel;  // one FP16 for K, one for V
@@ -41,13 +53,12 @@ std::int64_t head_bytes(const precision_rule& precision, std::int64_t channels, 
 // Bytes of the recorded layers with `entries` in every (layer, KV head), at most its window.
 std::int64_t cache_bytes(const precision_rule& precision, const model_dims& dims,
                          std::int64_t entries) {
-  const std::int64_t channels = std::int64_t{dims.head_dim} + dims.value_dim;
   std::int64_t sum = 0;
   const auto add_layer = [&](int layer) {
     const int window = dims.window.empty() ? 0 : dims.window[static_cast<size_t>(layer)];
     const std::int64_t held = window > 0 ? std::min<std::int64_t>(entries, window) : entries;
-    sum = saturating_sum(
-        sum, saturating_product(dims.n_kv_heads, head_bytes(precision, channels, held)));
+    sum =
+        saturating_sum(sum, saturating_product(dims.n_kv_heads, head_bytes(precision, dims, held)));
   };
   if (dims.recorded_layers.empty()) {
     for (int layer = 0; layer < dims.n_layers; ++layer) add_layer(layer);

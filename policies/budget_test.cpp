@@ -111,6 +111,12 @@ TEST_CASE("bytes in INT8: newest W in FP16, scalars, channel tables") {
   CHECK(entries_of("h2o:budget=26112B+int8:window=16,scales=channel") == 48);
   CHECK(entries_of("h2o:budget=26111B+int8:window=16,scales=channel") == 47);
   CHECK(entries_of("h2o:budget=26112B+int8:window=16,scales=channel,update=static") == 48);
+  // group, int4: every entry as the last of its group. 12 * 10 * (32 + 2 * 32); KIVI's:
+  // 12 * 10 * (8 + 8 + 4 + 4 * 16).
+  CHECK(entries_of("h2o:budget=11520B+int8:window=16,scales=group") == 10);
+  CHECK(entries_of("h2o:budget=11519B+int8:window=16,scales=group") == 9);
+  CHECK(entries_of("h2o:budget=10080B+int4:window=16") == 10);
+  CHECK(entries_of("h2o:budget=10079B+int4:window=16") == 9);
   // Sinks in FP16 take more: 12 * (128 + 20 * 64 + 28 * 36) = 28992.
   CHECK(entries_of("h2o:budget=28992B+int8:window=16,sinks=4") == 48);
   CHECK(entries_of("h2o:budget=28991B+int8:window=16,sinks=4") == 47);

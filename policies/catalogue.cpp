@@ -10,16 +10,16 @@ namespace kvreplay::policies {
 entry full_entry(), window_entry(), streaming_entry(), random_entry(), h2o_entry(), tova_entry(),
     confkv_entry(), confkv_l_entry();
 entry pyramid_entry(), confidence_entry(), protect_entry(), every_entry(), prefill_entry();
-entry fp16_entry(), int8_entry(), paged_entry();
+entry fp16_entry(), int8_entry(), int4_entry(), paged_entry();
 
 // The order of the modifiers is their order in a resolved string: budget, selection, trigger,
 // precision, layout.
 std::span<const entry> catalogue() {
   static const std::array table{
-      full_entry(),    window_entry(),     streaming_entry(), random_entry(),
-      h2o_entry(),     tova_entry(),       confkv_entry(),    confkv_l_entry(),
-      pyramid_entry(), confidence_entry(), protect_entry(),   every_entry(),
-      prefill_entry(), fp16_entry(),       int8_entry(),      paged_entry()};
+      full_entry(),    window_entry(), streaming_entry(), random_entry(),  h2o_entry(),
+      tova_entry(),    confkv_entry(), confkv_l_entry(),  pyramid_entry(), confidence_entry(),
+      protect_entry(), every_entry(),  prefill_entry(),   fp16_entry(),    int8_entry(),
+      int4_entry(),    paged_entry()};
   return table;
 }
 

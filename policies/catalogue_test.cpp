@@ -10,10 +10,11 @@ namespace {
 
 TEST_CASE("the catalogue has every policy and modifier once") {
   const std::vector<std::string_view> expected{
-      "full",    "window",     "streaming", "random", "h2o",     "tova", "confkv", "confkv-l",
-      "pyramid", "confidence", "protect",   "every",  "prefill", "fp16", "int8",   "paged"};
+      "full",    "window",   "streaming", "random",     "h2o",     "tova",
+      "confkv",  "confkv-l", "pyramid",   "confidence", "protect", "every",
+      "prefill", "fp16",     "int8",      "int4",       "paged"};
   CHECK(entry_names() == expected);
-  CHECK(entry_names("precision") == std::vector<std::string_view>{"fp16", "int8", "paged"});
+  CHECK(entry_names("precision") == std::vector<std::string_view>{"fp16", "int8", "int4", "paged"});
   CHECK(find_entry("h2o")->name == "h2o");
   CHECK(find_entry("H2O") == nullptr);
 }

@@ -13,9 +13,12 @@ void apply(param_reader& params, policy& out) {
   rule.body = body_kind::int8;
   rule.window = params.integer("window", 128, 0, no_upper_limit, "newest positions kept in FP16");
   rule.sinks = params.integer("sinks", 0, 0, no_upper_limit, "first positions kept in FP16");
-  rule.scales = static_cast<scale_kind>(
-      params.choice("scales", {"hybrid", "token", "channel"},
-                    "channel scale x FP16 scalar per token; token scalar alone; channel alone"));
+  rule.scales = static_cast<scale_kind>(params.choice(
+      "scales", {"hybrid", "token", "channel", "group"},
+      "channel scale x FP16 scalar per token; token scalar alone; channel alone; FP16 "
+      "scale per channel over groups of 64 entries in order of ageing, which stay "
+      "FP16 until the group is full and share its scales while any of them lives (a "
+      "budget in bytes counts every entry as alone in its group)"));
   rule.channel_static = params.choice("update", {"grow", "static"},
                                       "scales=channel: a larger value requantises its channel, or "
                                       "is clipped") == 1;

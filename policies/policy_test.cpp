@@ -177,6 +177,8 @@ TEST_CASE("the resolved string reads back to the same policy") {
       "confkv-l:beta=1e3,tau=1e-5,gate=inverted+prefill+int8:scales=channel,update=static,margin=2",
       "window:budget=1.5MiB+int8:scales=channel",
       "window:budget=100kB+int8:scales=token",
+      "window:budget=7+int8:scales=group+paged:page=64",
+      "h2o:budget=20%+int4:window=5,sinks=1",
       "window:budget=0.0001%",
       "window:budget=1000001B"};
   for (const entry& e : catalogue()) specs.emplace_back(e.example);
@@ -205,7 +207,7 @@ TEST_CASE("every policy with every modifier that fits it is idempotent too") {
       ++combinations;
     }
   }
-  CHECK(combinations == 56);
+  CHECK(combinations == 64);
 }
 
 TEST_CASE("params list every key, a modifier's with its name before it") {
@@ -327,7 +329,10 @@ TEST_CASE("parameters that exclude each other") {
   check_refused("h2o:budget=3+int8:update=grow", {"update='grow'", "scales=channel"});
   check_refused("h2o:budget=3+int8:scales=token,margin=2", {"margin='2'", "scales=channel"});
   check_refused("h2o:budget=3+int8:scales=channel,margin=2", {"margin='2'", "update=static"});
-  check_refused("h2o:budget=3+int8:scales=group", {"scales='group'", "hybrid | token | channel"});
+  check_refused("h2o:budget=3+int8:scales=groups",
+                {"scales='groups'", "hybrid | token | channel | group"});
+  check_refused("h2o:budget=3+int4:scales=group", {"'scales'"});
+  check_refused("h2o:budget=3+int4+int8", {"+int8", "+int4", "precision"});
   check_refused("tova:budget=3,gqa=max", {"gqa='max'", "scope=head"});
   CHECK(error_of("tova:budget=3,gqa=max,scope=head").empty());
   check_refused("full+prefill", {"full", "'+prefill'"});
