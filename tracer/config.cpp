@@ -5,8 +5,11 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <initializer_list>
 #include <optional>
+#include <utility>
 
+#include "tracer/config_section.hpp"
 #include "tracer/json_file.hpp"
 #include "tracer/tokens.hpp"
 
@@ -14,78 +17,6 @@ namespace kvreplay::tracer {
 namespace {
 
 using nlohmann::json;
-
-// One object of config.json; a null value counts as absent, as transformers has it.
-class section {
- public:
-  section(const json& values, std::string where) : values_(values), where_(std::move(where)) {}
-
-  [[noreturn]] void complain(const std::string& text) const {
-    throw model_error(where_ + ": " + text);
-  }
-
-  const json* find(const std::string& key) const {
-    const auto found = values_.find(key);
-    return found == values_.end() || found->is_null() ? nullptr : &*found;
-  }
-
-  std::optional<std::int64_t> integer(const std::string& key, std::int64_t low,
-                                      std::int64_t high) const {
-    const json* value = find(key);
-    if (value == nullptr) return std::nullopt;
-    const bool fits = value->is_number_integer() &&
-                      !(value->is_number_unsigned() && value->get<std::uint64_t>() > INT64_MAX) &&
-                      value->get<std::int64_t>() >= low && value->get<std::int64_t>() <= high;
-    if (!fits) {
-      complain(
-          fmt::format("{} is {}, expected an integer {} .. {}", key, shown(*value), low, high));
-    }
-    return value->get<std::int64_t>();
-  }
-
-  int size(const std::string& key, std::int64_t high) const {
-    const auto value = integer(key, 1, high);
-    if (!value) complain(key + " is missing");
-    return static_cast<int>(*value);
-  }
-
-  double positive(const std::string& key, std::optional<double> fallback) const {
-    const json* value = find(key);
-    if (value == nullptr) {
-      if (!fallback) complain(key + " is missing");
-      return *fallback;
-    }
-    if (!value->is_number() || !std::isfinite(value->get<double>()) || value->get<double>() <= 0) {
-      complain(fmt::format("{} is {}, expected a number above 0", key, shown(*value)));
-    }
-    return value->get<double>();
-  }
-
-  bool flag(const std::string& key, bool fallback) const {
-    const json* value = find(key);
-    if (value == nullptr) return fallback;
-    if (!value->is_boolean()) {
-      complain(fmt::format("{} is {}, expected true or false", key, shown(*value)));
-    }
-    return value->get<bool>();
-  }
-
-  std::string text(const std::string& key, const std::string& fallback) const {
-    const json* value = find(key);
-    if (value == nullptr) return fallback;
-    if (!value->is_string()) {
-      complain(fmt::format("{} is {}, expected a string", key, shown(*value)));
-    }
-    return value->get<std::string>();
-  }
-
-  static std::string shown(const json& value) { return in_quotes(value.dump()); }
-  const std::string& where() const { return where_; }
-
- private:
-  const json& values_;
-  std::string where_;
-};
 
 void require_whole_rotation(const section& values) {
   if (values.positive("partial_rotary_factor", 1.0) != 1.0) {
@@ -115,10 +46,28 @@ void read_llama3_scaling(const section& rope, rope_config& out) {
   }
 }
 
-// transformers 4 writes rope_theta and rope_scaling, transformers 5 rope_parameters with both.
-rope_config read_rope(const section& root, int head_dim) {
+// Theta and scaling of one rotation; `outer` may say theta too, then they must agree.
+rope_config read_rotation(const section& rope, const section& outer, double default_theta) {
   rope_config out;
-  out.dim = head_dim;
+  require_whole_rotation(rope);
+  out.theta = rope.positive("rope_theta", outer.positive("rope_theta", default_theta));
+  if (outer.find("rope_theta") != nullptr && outer.positive("rope_theta", 1.0) != out.theta) {
+    rope.complain("rope_theta differs from the one outside it");
+  }
+  out.scaling = scaling_kind(rope);
+  if (out.scaling == "llama3") {
+    read_llama3_scaling(rope, out);
+  } else if (out.scaling == "linear") {
+    out.factor = rope.positive("factor", std::nullopt);
+  } else if (out.scaling != "default") {
+    rope.complain(fmt::format("RoPE scaling {} is not supported; known: default, linear, llama3",
+                              in_quotes(out.scaling)));
+  }
+  return out;
+}
+
+// transformers 4 writes rope_theta and rope_scaling, transformers 5 rope_parameters with both.
+rope_config read_rope(const section& root, double default_theta) {
   require_whole_rotation(root);
   const json* scaling = root.find("rope_scaling");
   const json* parameters = root.find("rope_parameters");
@@ -128,7 +77,8 @@ rope_config read_rope(const section& root, int head_dim) {
   const std::string key = parameters != nullptr ? "rope_parameters" : "rope_scaling";
   const json* values = parameters != nullptr ? parameters : scaling;
   if (values == nullptr) {
-    out.theta = root.positive("rope_theta", 10000.0);
+    rope_config out;
+    out.theta = root.positive("rope_theta", default_theta);
     return out;
   }
   if (!values->is_object()) root.complain(key + " is not an object");
@@ -138,19 +88,31 @@ rope_config read_rope(const section& root, int head_dim) {
       rope.complain("rotation per kind of layer (" + in_quotes(item.key()) + ") is not supported");
     }
   }
-  require_whole_rotation(rope);
-  out.theta = rope.positive("rope_theta", root.positive("rope_theta", 10000.0));
-  if (root.find("rope_theta") != nullptr && root.positive("rope_theta", 1.0) != out.theta) {
-    rope.complain("rope_theta differs from the one outside it");
+  return read_rotation(rope, root, default_theta);
+}
+
+// Gemma 3: windowed layers turn with a theta of their own, and only the global ones are scaled.
+// transformers 5 has one object per kind of layer, transformers 4 rope_local_base_freq.
+void read_two_rotations(const section& root, model_config& out) {
+  const json* parameters = root.find("rope_parameters");
+  const bool per_kind = parameters != nullptr && parameters->is_object() &&
+                        parameters->contains("full_attention") &&
+                        parameters->contains("sliding_attention");
+  if (!per_kind) {
+    out.rope = read_rope(root, 1e6);
+    out.local_rope.emplace();
+    out.local_rope->theta = root.positive("rope_local_base_freq", 1e4);
+    return;
   }
-  out.scaling = scaling_kind(rope);
-  if (out.scaling == "llama3") {
-    read_llama3_scaling(rope, out);
-  } else if (out.scaling != "default") {
-    rope.complain(fmt::format("RoPE scaling {} is not supported; known: default, llama3",
-                              in_quotes(out.scaling)));
-  }
-  return out;
+  static const json nothing = json::object();
+  const auto kind = [&](const char* name, double theta) {
+    const json& values = (*parameters)[name];
+    const std::string where = root.where() + ": rope_parameters: " + name;
+    if (!values.is_object()) throw model_error(where + " is not an object");
+    return read_rotation(section(values, where), section(nothing, where), theta);
+  };
+  out.rope = kind("full_attention", 1e6);
+  out.local_rope = kind("sliding_attention", 1e4);
 }
 
 // transformers 5 names each layer's kind; -1: the file does not say, 0: global, 1: window.
@@ -173,32 +135,68 @@ std::vector<int> read_layer_types(const section& root, int n_layers) {
   return kinds;
 }
 
-std::vector<int> read_windows(const section& root, const std::string& architecture, int n_layers) {
-  std::vector<int> windows(static_cast<size_t>(n_layers), 0);
-  const std::vector<int> kinds = read_layer_types(root, n_layers);
-  const bool slides = root.flag("use_sliding_window", false);
-  if (!slides || architecture != "qwen2") {
-    const bool named = std::find(kinds.begin(), kinds.end(), 1) != kinds.end();
-    if (named || slides || (architecture == "llama" && root.find("sliding_window") != nullptr)) {
-      root.complain("asks for sliding windows (sliding_window, use_sliding_window, layer_types) " +
-                    (architecture == "qwen2"
-                         ? std::string("while use_sliding_window is not true")
-                         : "which model_type " + architecture + " does not have"));
+std::vector<int> windows_of(const std::vector<int>& kinds, int window) {
+  std::vector<int> out;
+  for (const int kind : kinds) out.push_back(kind == 1 ? window : 0);
+  return out;
+}
+
+// llama has none; gpt2 neither.
+std::vector<int> no_windows(const section& root, const model_config& c) {
+  const std::vector<int> kinds = read_layer_types(root, c.n_layers);
+  if (std::find(kinds.begin(), kinds.end(), 1) != kinds.end() ||
+      root.flag("use_sliding_window", false) || root.find("sliding_window") != nullptr) {
+    root.complain(
+        "asks for sliding windows (sliding_window, use_sliding_window, layer_types) "
+        "which model_type " +
+        c.architecture + " does not have");
+  }
+  return std::vector<int>(kinds.size(), 0);
+}
+
+// Qwen2 and Qwen3: with use_sliding_window, by layer_types or from max_window_layers on.
+std::vector<int> qwen_windows(const section& root, const model_config& c) {
+  std::vector<int> kinds = read_layer_types(root, c.n_layers);
+  if (!root.flag("use_sliding_window", false)) {
+    if (std::find(kinds.begin(), kinds.end(), 1) != kinds.end()) {
+      root.complain(
+          "asks for sliding windows (sliding_window, use_sliding_window, layer_types) "
+          "while use_sliding_window is not true");
     }
-    return windows;
+    return std::vector<int>(kinds.size(), 0);
   }
   const int window = root.size("sliding_window", INT32_MAX);
-  const bool by_depth = root.find("layer_types") == nullptr;
-  const auto first = root.integer("max_window_layers", 0, INT32_MAX);
-  if (by_depth && !first) {
-    root.complain(
-        "use_sliding_window is true, but neither layer_types nor max_window_layers is there");
+  if (root.find("layer_types") == nullptr) {
+    const auto first = root.integer("max_window_layers", 0, INT32_MAX);
+    if (!first) {
+      root.complain(
+          "use_sliding_window is true, but neither layer_types nor max_window_layers is there");
+    }
+    for (int layer = 0; layer < c.n_layers; ++layer) {
+      kinds[static_cast<size_t>(layer)] = layer >= *first ? 1 : 0;
+    }
   }
-  for (int layer = 0; layer < n_layers; ++layer) {
-    const auto i = static_cast<size_t>(layer);
-    if (by_depth ? layer >= *first : kinds[i] == 1) windows[i] = window;
+  return windows_of(kinds, window);
+}
+
+// Mistral: sliding_window in every layer (those of layer_types where the file has it), null: none.
+std::vector<int> mistral_windows(const section& root, const model_config& c) {
+  std::vector<int> kinds = read_layer_types(root, c.n_layers);
+  if (root.find("sliding_window") == nullptr) return std::vector<int>(kinds.size(), 0);
+  if (root.find("layer_types") == nullptr) kinds.assign(kinds.size(), 1);
+  return windows_of(kinds, root.size("sliding_window", INT32_MAX));
+}
+
+// Gemma 3: by layer_types, else every sliding_window_pattern-th layer is global.
+std::vector<int> gemma3_windows(const section& root, const model_config& c) {
+  std::vector<int> kinds = read_layer_types(root, c.n_layers);
+  if (root.find("layer_types") == nullptr) {
+    const auto pattern = root.integer("sliding_window_pattern", 1, 4096).value_or(6);
+    for (int layer = 0; layer < c.n_layers; ++layer) {
+      kinds[static_cast<size_t>(layer)] = (layer + 1) % pattern == 0 ? 0 : 1;
+    }
   }
-  return windows;
+  return windows_of(kinds, root.size("sliding_window", INT32_MAX));
 }
 
 void read_sizes(const section& root, model_config& out) {
@@ -228,21 +226,100 @@ void read_sizes(const section& root, model_config& out) {
   }
 }
 
-void read_kind(const section& root, model_config& out) {
-  out.architecture = root.text("model_type", "");
-  if (out.architecture != "llama" && out.architecture != "qwen2") {
-    root.complain(fmt::format("model_type {} is not supported; known: llama, qwen2",
-                              in_quotes(out.architecture)));
+void require_activation(const section& root, const char* key, const char* fallback,
+                        std::initializer_list<const char*> known) {
+  const std::string activation = root.text(key, fallback);
+  for (const char* name : known) {
+    if (activation == name) return;
   }
-  const std::string activation = root.text("hidden_act", "silu");
-  if (activation != "silu") {
+  root.complain(fmt::format("{} {} is not supported; known: {}", key, in_quotes(activation),
+                            fmt::join(known, ", ")));
+}
+
+// Llama, Mistral, Qwen2, Qwen3: RMS norms, rotation, a gated MLP with SiLU.
+void read_llama_like(const section& root, model_config& out) {
+  require_activation(root, "hidden_act", "silu", {"silu"});
+  read_sizes(root, out);
+  out.norm_eps = root.positive("rms_norm_eps", 1e-6);
+  out.tied_embeddings = root.flag("tie_word_embeddings", false);
+  const std::string& kind = out.architecture;
+  const bool attention_bias = kind != "qwen2" && root.flag("attention_bias", false);
+  out.qkv_bias = kind == "qwen2" || attention_bias;
+  out.o_bias = attention_bias;
+  out.mlp_bias = kind == "llama" && root.flag("mlp_bias", false);
+  out.qk_norm = kind == "qwen3";
+  out.rope = read_rope(root, 10000.0);
+  out.window = kind == "llama"     ? no_windows(root, out)
+               : kind == "mistral" ? mistral_windows(root, out)
+                                   : qwen_windows(root, out);
+}
+
+// Gemma 3, text: norms around attention and MLP, of which the files hold w for a factor 1 + w.
+void read_gemma3(const section& root, model_config& out) {
+  require_activation(root, "hidden_activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh"});
+  read_sizes(root, out);
+  out.norm_eps = root.positive("rms_norm_eps", 1e-6);
+  out.tied_embeddings = root.flag("tie_word_embeddings", true);
+  out.qkv_bias = out.o_bias = root.flag("attention_bias", false);
+  out.activation = activation_kind::gelu_tanh;
+  out.qk_norm = out.post_norms = out.norms_add_one = true;
+  out.embedding_scale = std::sqrt(static_cast<double>(out.hidden_size));
+  out.softmax_scale = 1 / std::sqrt(root.positive("query_pre_attn_scalar", 256.0));
+  if (root.find("attn_logit_softcapping") != nullptr) {
+    root.complain("attn_logit_softcapping is not supported: the cache's attention has no cap");
+  }
+  if (root.find("final_logit_softcapping") != nullptr) {
+    out.final_softcap = root.positive("final_logit_softcapping", std::nullopt);
+  }
+  if (root.flag("use_bidirectional_attention", false)) {
+    root.complain("use_bidirectional_attention is not supported");
+  }
+  read_two_rotations(root, out);
+  out.window = gemma3_windows(root, out);
+}
+
+// GPT-2: learned positions, layer norms with biases, weights stored as [inputs, outputs].
+void read_gpt2(const section& root, model_config& out) {
+  require_activation(root, "activation_function", "gelu_new", {"gelu_new", "gelu_pytorch_tanh"});
+  for (const char* key : {"scale_attn_by_inverse_layer_idx", "add_cross_attention"}) {
+    if (root.flag(key, false)) root.complain(fmt::format("{} is not supported", key));
+  }
+  out.n_layers = root.size("n_layer", 4096);
+  out.n_q_heads = out.n_kv_heads = root.size("n_head", 4096);
+  out.hidden_size = root.size("n_embd", 1 << 18);
+  out.intermediate_size = static_cast<int>(
+      root.integer("n_inner", 1, 1 << 20).value_or(std::int64_t{4} * out.hidden_size));
+  out.max_position_embeddings = root.size("n_positions", INT32_MAX);
+  out.logit_size = root.size("vocab_size", 1 << 24);
+  if (out.hidden_size % out.n_q_heads != 0) {
     root.complain(
-        fmt::format("hidden_act {} is not supported; known: silu", in_quotes(activation)));
+        fmt::format("n_head {} does not divide n_embd {}", out.n_q_heads, out.hidden_size));
   }
-  if (root.find("quantization_config") != nullptr) {
-    root.complain(
-        "quantised weights (quantization_config) are not supported; use F32, F16 or BF16");
+  out.head_dim = out.hidden_size / out.n_q_heads;
+  const bool scaled = root.flag("scale_attn_weights", true);
+  out.softmax_scale = scaled ? 1 / std::sqrt(static_cast<double>(out.head_dim)) : 1.0;
+  out.norm_eps = root.positive("layer_norm_epsilon", 1e-5);
+  out.tied_embeddings = root.flag("tie_word_embeddings", true);
+  out.qkv_bias = out.o_bias = out.mlp_bias = true;
+  out.layer_norms = out.learned_positions = true;
+  out.gated_mlp = false;
+  out.activation = activation_kind::gelu_tanh;
+  out.window = no_windows(root, out);
+}
+
+using reader_fn = void (*)(const section&, model_config&);
+constexpr std::pair<const char*, reader_fn> readers[] = {
+    {"llama", read_llama_like}, {"mistral", read_llama_like}, {"qwen2", read_llama_like},
+    {"qwen3", read_llama_like}, {"gemma3_text", read_gemma3}, {"gpt2", read_gpt2}};
+
+reader_fn reader_for(const section& root, const std::string& architecture) {
+  std::string known;
+  for (const auto& [name, reader] : readers) {
+    if (architecture == name) return reader;
+    known += fmt::format("{}{}", known.empty() ? "" : ", ", name);
   }
+  root.complain(
+      fmt::format("model_type {} is not supported; known: {}", in_quotes(architecture), known));
 }
 
 }  // namespace
@@ -254,18 +331,17 @@ model_config read_config(const std::string& directory) {
   if (!values.is_object()) throw model_error(path + ": not a JSON object");
   const section root(values, path);
   model_config out;
-  read_kind(root, out);
-  read_sizes(root, out);
+  out.architecture = root.text("model_type", "");
+  const reader_fn read = reader_for(root, out.architecture);
+  if (root.find("quantization_config") != nullptr) {
+    root.complain(
+        "quantised weights (quantization_config) are not supported; use F32, F16 or BF16");
+  }
+  read(root, out);
+  if (!out.learned_positions) out.rope.dim = out.head_dim;
+  if (out.local_rope) out.local_rope->dim = out.head_dim;
   const fs::path absolute = fs::absolute(directory).lexically_normal();
   out.name = (absolute.has_filename() ? absolute : absolute.parent_path()).filename().string();
-  out.norm_eps = root.positive("rms_norm_eps", 1e-6);
-  out.tied_embeddings = root.flag("tie_word_embeddings", false);
-  const bool qwen2 = out.architecture == "qwen2";
-  out.qkv_bias = qwen2 || root.flag("attention_bias", false);
-  out.o_bias = !qwen2 && root.flag("attention_bias", false);
-  out.mlp_bias = !qwen2 && root.flag("mlp_bias", false);
-  out.rope = read_rope(root, out.head_dim);
-  out.window = read_windows(root, out.architecture, out.n_layers);
   out.stored_dtype = root.text("dtype", root.text("torch_dtype", ""));
   out.vocab_size = static_cast<int>(
       std::min<std::int64_t>(tokenizer_size(directory).value_or(out.logit_size), out.logit_size));

@@ -53,6 +53,22 @@ void multiply_tile(const linear_view& layer, int begin, int columns, const float
   }
 }
 
+float gelu_tanh(float x) {
+  constexpr float root = 0.7978845608028654f;  // sqrt(2 / pi)
+  return 0.5f * x * (1.0f + std::tanh(root * (x + 0.044715f * x * x * x)));
+}
+
+// y [rows, n] = activation(gate) * up, from gate_up [rows, 2 n].
+template <class Activation>
+void act_gate(const float* gate_up, std::int64_t rows, int n, float* y, Activation activation) {
+  tbb::parallel_for(std::int64_t{0}, rows, [&](std::int64_t r) {
+    const float* gate = gate_up + r * 2 * n;
+    const float* up = gate + n;
+    float* out = y + r * n;
+    for (int i = 0; i < n; ++i) out[i] = activation(gate[i]) * up[i];
+  });
+}
+
 }  // namespace
 
 void apply_linear(const linear_view& layer, const float* x, std::int64_t rows, float* y,
@@ -81,12 +97,35 @@ void rms_norm(std::span<const float> weight, double eps, const float* x, std::in
   });
 }
 
-void silu_gate(const float* gate_up, std::int64_t rows, int n, float* y) {
+void layer_norm(std::span<const float> weight, std::span<const float> bias, double eps,
+                const float* x, std::int64_t rows, float* y) {
+  const auto n = static_cast<std::int64_t>(weight.size());
   tbb::parallel_for(std::int64_t{0}, rows, [&](std::int64_t r) {
-    const float* gate = gate_up + r * 2 * n;
-    const float* up = gate + n;
+    const float* in = x + r * n;
     float* out = y + r * n;
-    for (int i = 0; i < n; ++i) out[i] = gate[i] / (1.0f + std::exp(-gate[i])) * up[i];
+    double sum = 0, squares = 0;
+    for (std::int64_t i = 0; i < n; ++i) sum += in[i];
+    const double mean = sum / static_cast<double>(n);
+    for (std::int64_t i = 0; i < n; ++i) squares += (in[i] - mean) * (in[i] - mean);
+    const double scale = 1.0 / std::sqrt(squares / static_cast<double>(n) + eps);
+    for (std::int64_t i = 0; i < n; ++i) {
+      const auto c = static_cast<size_t>(i);
+      out[i] = static_cast<float>((in[i] - mean) * scale * weight[c] + bias[c]);
+    }
+  });
+}
+
+void silu_gate(const float* gate_up, std::int64_t rows, int n, float* y) {
+  act_gate(gate_up, rows, n, y, [](float x) { return x / (1.0f + std::exp(-x)); });
+}
+
+void gelu_gate(const float* gate_up, std::int64_t rows, int n, float* y) {
+  act_gate(gate_up, rows, n, y, gelu_tanh);
+}
+
+void gelu(const float* x, std::int64_t rows, int n, float* y) {
+  tbb::parallel_for(std::int64_t{0}, rows, [&](std::int64_t r) {
+    for (std::int64_t i = r * n; i < (r + 1) * n; ++i) y[i] = gelu_tanh(x[i]);
   });
 }
 

@@ -23,7 +23,17 @@ void apply_linear(const linear_view& layer, const float* x, std::int64_t rows, f
 void rms_norm(std::span<const float> weight, double eps, const float* x, std::int64_t rows,
               float* y);
 
+// y = (x - mean) / sqrt(variance + eps) * weight + bias, otherwise the same.
+void layer_norm(std::span<const float> weight, std::span<const float> bias, double eps,
+                const float* x, std::int64_t rows, float* y);
+
 // y [rows, n] = silu(gate) * up, from gate_up [rows, 2 n] (gate first).
 void silu_gate(const float* gate_up, std::int64_t rows, int n, float* y);
+
+// The same with GELU in its tanh form (gelu_new, gelu_pytorch_tanh).
+void gelu_gate(const float* gate_up, std::int64_t rows, int n, float* y);
+
+// y [rows, n] = gelu(x), tanh form.
+void gelu(const float* x, std::int64_t rows, int n, float* y);
 
 }  // namespace kvreplay::tracer

@@ -52,6 +52,9 @@ class model {
   // Final norm and output head: residual [rows, hidden_size] -> logits [rows, vocab rows of head].
   void logits(std::span<const float> residual, std::int64_t rows, std::vector<float>& out) const;
 
+  // What a layer's attention output adds to the residual stream: output projection, bias and norm
+  // (where the model has them). o [rows, n_q_heads, head_dim] -> [rows, hidden_size].
+  std::vector<float> attention_update(int layer, std::span<const float> o, std::int64_t rows) const;
   // Output projection of a layer as [n_q_heads, head_dim, hidden_size].
   std::vector<float> wo(int layer) const;
   // L1 norm of each row's value through each query head's slice of the output projection:

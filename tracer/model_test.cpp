@@ -208,6 +208,32 @@ TEST_CASE("tokens and positions outside the model are refused") {
   CHECK(mentions(run(0, 4096), "position 4096"));
 }
 
+TEST_CASE("GPT-2 with and without the prefix, and past its position limit") {
+  const model m = model::load(model_directory("gpt2"));
+  const scratch_folder folder;
+  write_file(folder.file("config.json"), read_file(model_directory("gpt2") + "/config.json"));
+  // The same file with every name behind "transformer.".
+  const std::string bytes = read_file(model_directory("gpt2") + "/model.safetensors");
+  std::uint64_t size = 0;
+  std::memcpy(&size, bytes.data(), 8);
+  const auto header = nlohmann::json::parse(bytes.substr(8, size));
+  nlohmann::json renamed = nlohmann::json::object();
+  for (const auto& [name, value] : header.items()) {
+    renamed[name == "__metadata__" ? name : "transformer." + name] = value;
+  }
+  write_file(folder.file("model.safetensors"),
+             safetensors_bytes(renamed.dump(), bytes.substr(8 + size)));
+  const model prefixed = model::load(folder.path());
+  CHECK(whole_pass(prefixed, some_tokens).logits == whole_pass(m, some_tokens).logits);
+  const auto at = [&](std::int64_t position) {
+    const std::vector<std::int32_t> tokens = {1};
+    const std::vector<std::int64_t> positions = {position};
+    return message_of([&] { m.forward(tokens, positions, [](attention_block&) {}); });
+  };
+  CHECK(at(127) == "");
+  CHECK(mentions(at(128), "position 128, the model knows 0 .. 127"));
+}
+
 TEST_CASE("output projection by head and value norms") {
   const model m = model::load(model_directory("llama"));
   const auto wo = m.wo(1);  // [6, 8, 48]

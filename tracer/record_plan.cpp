@@ -105,15 +105,20 @@ traces::model_info describe_model(const model_config& config, const record_optio
   out.vocab_size = config.vocab_size;
   out.logit_size = config.logit_size;
   out.softmax_scale = config.softmax_scale;
-  out.rope = "half";
+  out.rope = config.rope.dim > 0 ? "half" : "none";
   out.rope_dim = config.rope.dim;
   out.key_rotation = "rotated";
   out.compute_dtype = "float32";
   out.cache_dtype = options.kv_fp32 ? "float32" : "float16";
   out.layers = plan_layers(config, options);
   out.window = config.window;
-  out.rope_inv_freq = inverse_frequencies(config.rope);
-  out.rope_inv_freq_rows = 1;
+  if (config.rope.dim > 0) {
+    out.rope_inv_freq_rows = config.local_rope ? config.n_layers : 1;
+    for (int layer = 0; layer < out.rope_inv_freq_rows; ++layer) {
+      const auto row = inverse_frequencies(rope_of(config, layer));
+      out.rope_inv_freq.insert(out.rope_inv_freq.end(), row.begin(), row.end());
+    }
+  }
   if (options.with_wo) out.wo_layers = out.layers;
   return out;
 }

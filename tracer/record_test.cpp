@@ -127,7 +127,8 @@ void compare_with_golden(const trace_content& trace, const std::string& name) {
 }
 
 TEST_CASE("golden models: block sizes and steps agree with float64 and with each other") {
-  for (const std::string name : {"llama", "llama_bf16_sharded", "llama3_scaled", "qwen2"}) {
+  for (const std::string name :
+       {"llama", "llama_bf16_sharded", "llama3_scaled", "qwen2", "qwen3", "gpt2"}) {
     CAPTURE(name);
     const model m = model::load(model_directory(name));
     record_options options = base_options();

@@ -38,12 +38,18 @@ void rotary_table::rotate(float* x, int heads, int head_dim) const {
   }
 }
 
+const rope_config& rope_of(const model_config& config, int layer) {
+  const bool local = config.local_rope && config.window[static_cast<size_t>(layer)] > 0;
+  return local ? *config.local_rope : config.rope;
+}
+
 // Llama 3's scaling as transformers' modeling_rope_utils (_compute_llama3_parameters) defines it:
 // long wavelengths are divided by `factor`, short ones kept, those between interpolated.
 std::vector<double> inverse_frequencies(const rope_config& rope) {
   std::vector<double> frequencies;
   for (int i = 0; i < rope.dim / 2; ++i) {
     double frequency = std::pow(rope.theta, -2.0 * i / rope.dim);
+    if (rope.scaling == "linear") frequency /= rope.factor;
     if (rope.scaling == "llama3") {
       // How often the original context length holds this wavelength.
       const double turns =

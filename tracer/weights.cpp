@@ -40,15 +40,16 @@ std::vector<float> poisoned(std::int64_t count) {
 class loader {
  public:
   loader(const std::string& directory, const model_config& config, std::vector<std::string>* notes)
-      : config_(config), notes_(notes), store_(directory, notes) {
-    for (const char* prefix : {"model.", ""}) {
-      if (!found_ && store_.has(prefix + std::string("embed_tokens.weight"))) {
-        prefix_ = prefix;
-        found_ = true;
-      }
-    }
-    if (!found_) {
-      throw model_error(directory + ": tensor 'model.embed_tokens.weight' is missing");
+      : config_(config),
+        notes_(notes),
+        store_(directory, notes),
+        gpt2_(config.learned_positions),
+        embedding_(gpt2_ ? "wte.weight" : "embed_tokens.weight") {
+    const std::string usual = gpt2_ ? "transformer." : "model.";
+    if (store_.has(usual + embedding_)) {
+      prefix_ = usual;
+    } else if (!store_.has(embedding_)) {
+      throw model_error(fmt::format("{}: tensor '{}{}' is missing", directory, usual, embedding_));
     }
     add_config();
   }
@@ -57,9 +58,15 @@ class loader {
     model_weights out;
     const std::int64_t hidden = config_.hidden_size;
     out.embedding = poisoned(config_.logit_size * hidden);
-    take(prefix_ + "embed_tokens.weight", {config_.logit_size, hidden}, out.embedding);
-    out.final_norm = vector(prefix_ + "norm.weight", hidden);
-    for (int layer = 0; layer < config_.n_layers; ++layer) out.layers.push_back(load_layer(layer));
+    take(prefix_ + embedding_, {config_.logit_size, hidden}, out.embedding);
+    if (gpt2_) {
+      out.positions = poisoned(config_.max_position_embeddings * hidden);
+      take(prefix_ + "wpe.weight", {config_.max_position_embeddings, hidden}, out.positions);
+    }
+    out.final_norm = norm(prefix_ + (gpt2_ ? "ln_f" : "norm"), hidden);
+    for (int layer = 0; layer < config_.n_layers; ++layer) {
+      out.layers.push_back(gpt2_ ? load_gpt2_layer(layer) : load_layer(layer));
+    }
     load_head(out);
     note_unused();
     out.fingerprint = hash_.hex();
@@ -78,6 +85,13 @@ class loader {
                           c.rope.original_max_position_embeddings, c.rope.dim));
     hash_.add(fmt::format("{} {} {} {}", c.tied_embeddings, c.qkv_bias, c.o_bias, c.mlp_bias));
     hash_.add(fmt::format("{}", fmt::join(c.window, " ")));
+    if (c.local_rope) {
+      hash_.add(fmt::format("{} {} {}", c.local_rope->theta, c.local_rope->scaling,
+                            c.local_rope->factor));
+    }
+    // What llama and qwen2 have no choice in adds nothing, so that their fingerprints stay.
+    if (c.final_softcap != 0) hash_.add(fmt::format("{}", c.final_softcap));
+    if (c.post_norms || c.learned_positions) hash_.add(fmt::format("{}", c.softmax_scale));
   }
 
   // Reads one tensor into its place and makes sure that nothing but finite values stands there.
@@ -99,6 +113,15 @@ class loader {
   std::vector<float> vector(const std::string& name, std::int64_t size) {
     auto out = poisoned(size);
     take(name, {size}, out);
+    return out;
+  }
+
+  norm_weights norm(const std::string& name, std::int64_t size) {
+    norm_weights out{vector(name + ".weight", size), {}};
+    if (config_.layer_norms) out.bias = vector(name + ".bias", size);
+    if (config_.norms_add_one) {
+      for (float& w : out.weight) w += 1;
+    }
     return out;
   }
 
@@ -137,16 +160,57 @@ class loader {
     const std::string attention = at + "self_attn.", mlp = at + "mlp.";
     const int q = c.n_q_heads * c.head_dim, kv = c.n_kv_heads * c.head_dim;
     layer_weights out;
-    out.attention_norm = vector(at + "input_layernorm.weight", c.hidden_size);
+    out.attention_norm = norm(at + "input_layernorm", c.hidden_size);
     out.qkv =
         dense({{attention + "q_proj", q}, {attention + "k_proj", kv}, {attention + "v_proj", kv}},
               c.hidden_size, c.qkv_bias);
+    if (c.qk_norm) {
+      out.q_norm = norm(attention + "q_norm", c.head_dim);
+      out.k_norm = norm(attention + "k_norm", c.head_dim);
+    }
     out.o = dense({{attention + "o_proj", c.hidden_size}}, q, c.o_bias);
-    out.mlp_norm = vector(at + "post_attention_layernorm.weight", c.hidden_size);
+    if (c.post_norms)
+      out.post_attention_norm = norm(at + "post_attention_layernorm", c.hidden_size);
+    out.mlp_norm =
+        norm(at + (c.post_norms ? "pre_feedforward_layernorm" : "post_attention_layernorm"),
+             c.hidden_size);
     out.gate_up =
         dense({{mlp + "gate_proj", c.intermediate_size}, {mlp + "up_proj", c.intermediate_size}},
               c.hidden_size, c.mlp_bias);
     out.down = dense({{mlp + "down_proj", c.hidden_size}}, c.intermediate_size, c.mlp_bias);
+    if (c.post_norms) out.post_mlp_norm = norm(at + "post_feedforward_layernorm", c.hidden_size);
+    return out;
+  }
+
+  // GPT-2's Conv1D keeps [inputs, outputs].
+  dense_weights conv1d(const std::string& name, int inputs, int outputs) {
+    dense_weights out;
+    out.inputs = inputs;
+    out.outputs = outputs;
+    auto stored = poisoned(std::int64_t{inputs} * outputs);
+    take(name + ".weight", {inputs, outputs}, stored);
+    out.weight.resize(stored.size());
+    for (std::int64_t i = 0; i < inputs; ++i) {
+      for (std::int64_t j = 0; j < outputs; ++j) {
+        out.weight[static_cast<size_t>(j * inputs + i)] =
+            stored[static_cast<size_t>(i * outputs + j)];
+      }
+    }
+    out.bias = vector(name + ".bias", outputs);
+    return out;
+  }
+
+  layer_weights load_gpt2_layer(int layer) {
+    const auto& c = config_;
+    const std::string at = fmt::format("{}h.{}.", prefix_, layer);
+    const int hidden = c.hidden_size;
+    layer_weights out;
+    out.attention_norm = norm(at + "ln_1", hidden);
+    out.qkv = conv1d(at + "attn.c_attn", hidden, 3 * hidden);
+    out.o = conv1d(at + "attn.c_proj", hidden, hidden);
+    out.mlp_norm = norm(at + "ln_2", hidden);
+    out.gate_up = conv1d(at + "mlp.c_fc", hidden, c.intermediate_size);
+    out.down = conv1d(at + "mlp.c_proj", c.intermediate_size, hidden);
     return out;
   }
 
@@ -155,8 +219,7 @@ class loader {
     if (!store_.has(name)) {
       if (config_.tied_embeddings) return;
       throw model_error(fmt::format("{}: tensor {} is missing and tie_word_embeddings is not true",
-                                    store_.entry(prefix_ + "embed_tokens.weight").file,
-                                    in_quotes(name)));
+                                    store_.entry(prefix_ + embedding_).file, in_quotes(name)));
     }
     out.head = poisoned(std::int64_t{config_.logit_size} * config_.hidden_size);
     take(name, {config_.logit_size, config_.hidden_size}, out.head);
@@ -187,8 +250,8 @@ class loader {
   const model_config& config_;
   std::vector<std::string>* notes_;
   tensor_store store_;
-  std::string prefix_;
-  bool found_ = false;
+  bool gpt2_;
+  std::string embedding_, prefix_;
   std::set<std::string> used_;
   hash64 hash_;
 };

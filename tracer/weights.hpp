@@ -18,18 +18,27 @@ struct dense_weights {
   }
 };
 
+// A norm over `weight.size()` channels; bias: layer norms only, else empty. The factor is as it is
+// multiplied with: 1 has been added where the files leave it out.
+struct norm_weights {
+  std::vector<float> weight, bias;
+};
+
 struct layer_weights {
-  std::vector<float> attention_norm, mlp_norm;  // [hidden_size]
-  dense_weights qkv;                            // rows: q heads, k heads, v heads
+  norm_weights attention_norm, mlp_norm;            // [hidden_size]
+  norm_weights q_norm, k_norm;                      // [head_dim] or empty
+  norm_weights post_attention_norm, post_mlp_norm;  // [hidden_size] or empty
+  dense_weights qkv;                                // rows: q heads, k heads, v heads
   dense_weights o;
-  dense_weights gate_up;  // rows: gate, up
+  dense_weights gate_up;  // rows: gate, up; without a gate: up
   dense_weights down;
 };
 
 struct model_weights {
   std::vector<float> embedding;  // [logit_size, hidden_size]
-  std::vector<float> head;       // the same, or empty: the embedding serves
-  std::vector<float> final_norm;
+  std::vector<float> positions;  // [max_position_embeddings, hidden_size] or empty
+  std::vector<float> head;       // as embedding, or empty: the embedding serves
+  norm_weights final_norm;
   std::vector<layer_weights> layers;
   std::string fingerprint;  // 16 hex digits
 };
