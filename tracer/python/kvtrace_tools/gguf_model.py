@@ -1,9 +1,10 @@
-"""A Llama-family or Qwen2 model from GGUF to a Hugging Face directory.
+"""A Llama-family, Qwen2, Qwen3 or Gemma 3 model from GGUF to a Hugging Face directory.
 
 GGUF stores what llama.cpp's attention wants. For `llama` that is rotary pairs side by side: the
 rows of q and k (weights and biases) of each head are interleaved, (0, d/2, 1, d/2 + 1, ...), where
 Hugging Face keeps the two halves apart. Each is undone with its own head count: k has n_kv_heads.
-`qwen2` is stored as it was.
+The others are stored as they were, but for Gemma 3's norms: Hugging Face keeps w of a factor
+1 + w, GGUF the factor.
 """
 
 import json
@@ -19,7 +20,13 @@ from . import gguf_tokenizer
 from .errors import ToolError
 from .files import replacing, write_whole
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+# GGUF's name -> class and model_type of config.json.
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+}
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -31,6 +38,12 @@ LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+GEMMA3_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 MODEL_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -77,6 +90,13 @@ class Source:
             found = "missing" if value is None else repr(value)[:40]
             raise ToolError(f"{self.path}: {key} is {found}, expected a positive {kind.__name__}")
         return value
+
+
+def layer_names(architecture: str) -> dict[str, str]:
+    """GGUF's name of a layer's module -> Hugging Face's."""
+    if architecture == "gemma3":
+        return LAYER_NAMES | HEAD_NORMS | GEMMA3_NORMS
+    return LAYER_NAMES | HEAD_NORMS if architecture == "qwen3" else LAYER_NAMES
 
 
 def read_shape(source: Source) -> Shape:
@@ -129,8 +149,8 @@ def make_config(source: Source, shape: Shape, vocab: int, tied: bool, dtype: str
     theta = source.number(prefix + "rope.freq_base", float, 10000.0)
     eps = source.number(prefix + "attention.layer_norm_rms_epsilon", float)
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[shape.architecture]],
-        "model_type": shape.architecture,
+        "architectures": [ARCHITECTURES[shape.architecture][0]],
+        "model_type": ARCHITECTURES[shape.architecture][1],
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
         "num_hidden_layers": shape.layers,
@@ -146,6 +166,9 @@ def make_config(source: Source, shape: Shape, vocab: int, tied: bool, dtype: str
         "tie_word_embeddings": tied,
         "torch_dtype": DTYPES[dtype],
     }
+    if shape.architecture == "gemma3":
+        del config["hidden_act"]
+        config.update(gemma3_config(source, shape))
     if shape.architecture == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in tensors
         config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
@@ -156,7 +179,23 @@ def make_config(source: Source, shape: Shape, vocab: int, tied: bool, dtype: str
     return config
 
 
-def hugging_face_name(name: str, layers: int) -> str | None:
+def gemma3_config(source: Source, shape: Shape) -> dict[str, Any]:
+    """What is Gemma 3's own. GGUF leaves to the program that every sixth layer is global, that the
+    others turn with base 10,000, and the scale of the scores (the head size, but in the 27B)."""
+    if shape.layers == 62:
+        raise ToolError(f"{source.path}: the 27B scales its scores in another way, which is not known here")
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": shape.head_dim,
+        "sliding_window": source.number("gemma3.attention.sliding_window", int),
+        "sliding_window_pattern": 6,
+        "rope_local_base_freq": 10000.0,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": source.get("gemma3.final_logit_softcapping"),
+    }
+
+
+def hugging_face_name(name: str, shape: Shape) -> str | None:
     """Name in a Hugging Face checkpoint, None for a tensor this tool does not know."""
     stem, _, suffix = name.rpartition(".")
     if suffix not in ("weight", "bias"):
@@ -164,9 +203,10 @@ def hugging_face_name(name: str, layers: int) -> str | None:
     if stem in MODEL_NAMES:
         return f"{MODEL_NAMES[stem]}.{suffix}"
     parts = stem.split(".")
-    if len(parts) == 3 and parts[0] == "blk" and parts[1].isdecimal() and parts[2] in LAYER_NAMES:
-        if int(parts[1]) < layers:
-            return f"model.layers.{int(parts[1])}.{LAYER_NAMES[parts[2]]}.{suffix}"
+    known = layer_names(shape.architecture)
+    if len(parts) == 3 and parts[0] == "blk" and parts[1].isdecimal() and parts[2] in known:
+        if int(parts[1]) < shape.layers:
+            return f"model.layers.{int(parts[1])}.{known[parts[2]]}.{suffix}"
     return None
 
 
@@ -188,6 +228,8 @@ def expected_shape(name: str, shape: Shape) -> tuple[int, ...] | None:
         "gate_proj": (shape.intermediate, shape.hidden),
         "up_proj": (shape.intermediate, shape.hidden),
         "down_proj": (shape.hidden, shape.intermediate),
+        "q_norm": (shape.head_dim,),
+        "k_norm": (shape.head_dim,),
     }
     module, _, suffix = name.rpartition(".")
     short = module.rpartition(".")[2]
@@ -217,7 +259,7 @@ def convert_tensors(source: Source, shape: Shape, vocab: int, dtype: str) -> dic
     """All tensors by Hugging Face name in `dtype`; vocabulary rows past `vocab` are dropped."""
     out: dict[str, np.ndarray] = {}
     for tensor in source.reader.tensors:
-        name = hugging_face_name(tensor.name, shape.layers)
+        name = hugging_face_name(tensor.name, shape)
         if name is None:
             raise ToolError(f"{source.path}: tensor {tensor.name} is not known for "
                             f"{shape.architecture} with {shape.layers} layers")
@@ -242,6 +284,8 @@ def convert_tensors(source: Source, shape: Shape, vocab: int, dtype: str) -> dic
             values = unpermute(values, shape.q_heads)
         if shape.architecture == "llama" and ".k_proj." in name:
             values = unpermute(values, shape.kv_heads)
+        if shape.architecture == "gemma3" and "norm." in name:
+            values = values - 1
         out[name] = np.ascontiguousarray(to_dtype(values, dtype, tensor.name))
     check_complete(source.path, shape, out)
     return out
@@ -251,7 +295,7 @@ def check_complete(path: Path, shape: Shape, tensors: dict[str, np.ndarray]) -> 
     """Every weight of every layer is there."""
     needed = ["model.embed_tokens.weight", "model.norm.weight"]
     for layer in range(shape.layers):
-        needed += [f"model.layers.{layer}.{module}.weight" for module in LAYER_NAMES.values()]
+        needed += [f"model.layers.{layer}.{module}.weight" for module in layer_names(shape.architecture).values()]
     missing = [name for name in needed if name not in tensors]
     if missing:
         raise ToolError(f"{path}: {len(missing)} tensors are missing, the first is {missing[0]}")

@@ -1,6 +1,6 @@
 """The tokenizer that a GGUF file carries, rebuilt with the `tokenizers` library.
 
-Only byte-level BPE is rebuilt. A GGUF names the rule that splits text into words before the merges
+Byte-level BPE and Gemma's pieces are rebuilt. A GGUF names the rule that splits text into words before the merges
 (`tokenizer.ggml.pre`) but does not contain it; the rules below are those of the models' own
 tokenizer.json files. A name that is not listed is refused, for a wrong rule gives other ids.
 """
@@ -46,10 +46,43 @@ def word_splitter(name: str) -> pre_tokenizers.PreTokenizer | None:
     return None
 
 
+def merges_of(ids: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """SentencePiece keeps a score per piece instead of merges: a pair joins the sooner, the higher
+    the score of what it makes (as transformers' convert_slow_tokenizer derives merges)."""
+    found = []
+    for piece, index in ids.items():
+        splits = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
+        pairs = [(left, right) for left, right in splits if left in ids and right in ids]
+        pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        found += [(scores[index], left, right) for left, right in pairs]
+    found.sort(key=lambda merge: (merge[0], len(merge[1]), len(merge[2])), reverse=True)
+    return [(left, right) for _, left, right in found]
+
+
+def rebuild_pieces(field: Field, vocab: int) -> Tokenizer:
+    """Gemma's: spaces stand as U+2581 inside words, unknown characters as their bytes."""
+    tokens, scores = field("tokenizer.ggml.tokens")[:vocab], field("tokenizer.ggml.scores")
+    types = field("tokenizer.ggml.token_type")
+    ids = {token: index for index, token in enumerate(tokens)}
+    plain = {token: index for token, index in ids.items() if types[index] in (1, USER_DEFINED)}
+    unknown = tokens[field("tokenizer.ggml.unknown_token_id") or 0]
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges_of(plain, scores), unk_token=unknown,
+                                     byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    special = [AddedToken(tokens[i], special=True, normalized=False)
+               for i in range(vocab) if types[i] == CONTROL]
+    tokenizer.add_tokens(special)
+    return tokenizer
+
+
 def rebuild(field: Field, vocab: int) -> tuple[Tokenizer | None, str]:
     """The tokenizer over the first `vocab` ids, or None and the reason."""
     kind, rule = field("tokenizer.ggml.model"), field("tokenizer.ggml.pre")
     tokens, merges = field("tokenizer.ggml.tokens"), field("tokenizer.ggml.merges")
+    if kind == "llama" and field("general.architecture") == "gemma3" and tokens:
+        return rebuild_pieces(field, vocab), ""
     if kind != "gpt2" or not tokens or merges is None:
         return None, f"tokenizer {kind!r} is not byte-level BPE with tokens and merges"
     splitter = word_splitter(rule)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from .errors import ToolError
 
@@ -39,9 +39,17 @@ def byte_alphabet() -> dict[str, int]:
     return table
 
 
+def piece_bytes(token: str) -> bytes:
+    """A piece of a tokenizer that is not byte-level: U+2581 is a space, <0x0A> a byte."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes.fromhex(token[3:5])
+    return token.replace("\u2581", " ").encode()
+
+
 def decode(tokenizer: Tokenizer, ids: list[int]) -> list[bytes | int]:
     """One piece per id: its bytes, or the id itself where the tokenizer has no such token."""
     alphabet = byte_alphabet()
+    byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
     added = {index: token.content for index, token in tokenizer.get_added_tokens_decoder().items()}
     pieces: list[bytes | int] = []
     for index in ids:
@@ -50,6 +58,8 @@ def decode(tokenizer: Tokenizer, ids: list[int]) -> list[bytes | int]:
             pieces.append(added[index].encode())
         elif token is None:
             pieces.append(index)
+        elif not byte_level:
+            pieces.append(piece_bytes(token))
         else:
             pieces.append(
                 b"".join(bytes([alphabet[c]]) if c in alphabet else c.encode() for c in token)

@@ -49,6 +49,24 @@ def make_weights(q_heads: int, kv_heads: int, vocab: int, bias: bool, tied: bool
     return weights
 
 
+def add_gemma3_norms(weights: dict) -> None:
+    """Gemma 3 has a norm before and after attention and MLP, and one of q and k heads."""
+    rng = np.random.default_rng(8)
+    for layer in range(LAYERS):
+        base = f"model.layers.{layer}."
+        for name, size in (("pre_feedforward_layernorm", HIDDEN),
+                           ("post_feedforward_layernorm", HIDDEN),
+                           ("self_attn.q_norm", HEAD_DIM), ("self_attn.k_norm", HEAD_DIM)):
+            weights[f"{base}{name}.weight"] = rng.standard_normal(size).astype(np.float32)
+
+
+GEMMA3_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -76,12 +94,13 @@ def interleave(values: np.ndarray, heads: int) -> np.ndarray:
     return out
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, architecture: str) -> str:
+    names = GGUF_NAMES | GEMMA3_NAMES if architecture == "gemma3" else GGUF_NAMES
     module, _, suffix = name.rpartition(".")
     if module.startswith("model.layers."):
         _, _, layer, rest = module.split(".", 3)
-        return f"blk.{layer}.{GGUF_NAMES[rest]}.{suffix}"
-    return f"{GGUF_NAMES[module]}.{suffix}"
+        return f"blk.{layer}.{names[rest]}.{suffix}"
+    return f"{names[module]}.{suffix}"
 
 
 def write_gguf(path: Path, architecture: str, weights: dict, q_heads: int, kv_heads: int,
@@ -98,6 +117,8 @@ def write_gguf(path: Path, architecture: str, weights: dict, q_heads: int, kv_he
     writer.add_value_length(HEAD_DIM)
     writer.add_rope_freq_base(THETA)
     writer.add_layer_norm_rms_eps(1e-5)
+    if architecture == "gemma3":
+        writer.add_sliding_window(5)
     tokens, merges = tokenizer_tokens()
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
@@ -109,12 +130,14 @@ def write_gguf(path: Path, architecture: str, weights: dict, q_heads: int, kv_he
             values = interleave(values, q_heads)
         if architecture == "llama" and ".k_proj." in name:
             values = interleave(values, kv_heads)
+        if architecture == "gemma3" and "norm." in name:
+            values = values + 1
         if quantise and name == "model.embed_tokens.weight":
             kind = gguf.GGMLQuantizationType.Q8_0
             data = gguf.quants.quantize(values, kind)
-            writer.add_tensor(gguf_name(name), data, raw_dtype=kind)
+            writer.add_tensor(gguf_name(name, architecture), data, raw_dtype=kind)
         else:
-            writer.add_tensor(gguf_name(name), values)
+            writer.add_tensor(gguf_name(name, architecture), values)
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()

@@ -74,6 +74,21 @@ class GgufToHf(unittest.TestCase):
         self.assertEqual("qwen2", self.config()["model_type"])
         self.assertFalse(self.config()["tie_word_embeddings"])
 
+    def test_gemma3_norms_lose_their_one(self) -> None:
+        weights = helpers.make_weights(4, 2, VOCAB, False, True)
+        helpers.add_gemma3_norms(weights)
+        helpers.write_gguf(self.file, "gemma3", weights, 4, 2, "smollm")
+        convert(self.file, self.out, "f32")
+        found = load_file(self.out / "model.safetensors")
+        self.assertEqual(set(weights), set(found))
+        for name, values in weights.items():
+            np.testing.assert_allclose(found[name], values, atol=1e-6, err_msg=name)
+        config = self.config()
+        self.assertEqual("gemma3_text", config["model_type"])
+        self.assertEqual(5, config["sliding_window"])
+        self.assertEqual(helpers.HEAD_DIM, config["query_pre_attn_scalar"])
+        self.assertNotIn("hidden_act", config)
+
     def test_config(self) -> None:
         self.write("llama")
         convert(self.file, self.out, "f32")
