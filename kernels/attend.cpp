@@ -13,6 +13,8 @@
 namespace kvreplay::kernels {
 namespace {
 
+constexpr int most_channels = 256;
+
 struct scratch_space {
   const inner_loops* loops;
   std::vector<float> q,
@@ -21,11 +23,11 @@ struct scratch_space {
   std::vector<float> weights;      // [group, entries] of one tier: what V rows are multiplied by
   std::vector<half_bits> scalars;  // [body entries], where they lie in pages
   grouped_rows grouped;            // of the head at hand, where the format has groups
-  std::vector<float> rows;         // [up to block_rows, dim]: grouped entries as numbers
+  // Grouped entries as numbers, [up to block_rows, dim]. Aligned: no store crosses a cache line.
+  alignas(64) float rows[grouped_rows::most_rows * most_channels];
 };
 
-// As many as the loops sum before they add to o: the same blocks as in one run over all entries.
-constexpr int block_rows = 32;
+constexpr int block_rows = grouped_rows::most_rows;
 
 // One KV head of one item: what the loops need, as plain pointers.
 struct head_work {
@@ -94,10 +96,9 @@ void score_entries(const head_work& w, scratch_space& s) {
   const float *q = s.q.data(), *folded = s.q_folded.data();
   if (body > 0 && w.grouped) {
     for_each_block(body, [&](std::int64_t begin, int count) {
-      s.rows.resize(static_cast<std::size_t>(count) * static_cast<std::size_t>(w.head_dim));
-      s.grouped.keys(begin, count, s.rows.data());
+      s.grouped.keys(begin, count, s.rows);
       s.loops->score_float(
-          {q, w.group, w.head_dim, s.rows.data(), nullptr, count, s.scores.data() + begin, n});
+          {q, w.group, w.head_dim, s.rows, nullptr, count, s.scores.data() + begin, n});
     });
   } else if (body > 0) {
     s.loops->score_int8({folded, w.group, w.head_dim, w.rows->body_k.data(),
@@ -122,9 +123,8 @@ void sum_body(const head_work& w, scratch_space& s) {
   const float* weights = s.scores.data();
   if (w.grouped) {
     for_each_block(body, [&](std::int64_t begin, int count) {
-      s.rows.resize(static_cast<std::size_t>(count) * static_cast<std::size_t>(w.value_dim));
-      s.grouped.values(begin, count, s.rows.data());
-      s.loops->add_float({weights + begin, n, w.group, w.value_dim, s.rows.data(), count, w.o});
+      s.grouped.values(begin, count, s.rows);
+      s.loops->add_float({weights + begin, n, w.group, w.value_dim, s.rows, count, w.o});
     });
     return;
   }

@@ -44,18 +44,12 @@ affine affine_over(float least, float most) {
 
 // Writes codes [dim] of 0 .. 15 as a packed row.
 void pack(const std::int8_t* codes, int dim, std::int8_t* row) {
-  const int half = (dim + 1) / 2;
-  for (int c = 0; c < half; ++c) {
-    const int high = half + c < dim ? codes[half + c] : 0;
-    row[c] = static_cast<std::int8_t>(codes[c] | high << 4);
-  }
-}
-
-void unpack(const std::int8_t* row, int dim, std::int8_t* codes) {
-  const int half = (dim + 1) / 2;
-  for (int c = 0; c < half; ++c) codes[c] = static_cast<std::int8_t>(row[c] & 15);
-  for (int c = half; c < dim; ++c) {
-    codes[c] = static_cast<std::int8_t>(static_cast<std::uint8_t>(row[c - half]) >> 4);
+  for (int begin = 0; begin < dim; begin += channel_block, row += channel_block / 2) {
+    const int channels = std::min(channel_block, dim - begin), half = (channels + 1) / 2;
+    for (int i = 0; i < half; ++i) {
+      const int high = half + i < channels ? codes[begin + half + i] : 0;
+      row[i] = static_cast<std::int8_t>(codes[begin + i] | high << 4);
+    }
   }
 }
 
@@ -120,12 +114,12 @@ bool quantise_keys4(const group_part& part, std::vector<half_bits>& scales,
 // Scale and zero point of row r's channels b * 32 .. go to scales and zeros [slots, blocks].
 bool quantise_values4(const group_part& part, std::vector<half_bits>& scales,
                       std::vector<half_bits>& zeros) {
-  const int dim = part.dim, blocks = (dim + int4_channels - 1) / int4_channels;
+  const int dim = part.dim, blocks = (dim + channel_block - 1) / channel_block;
   std::vector<std::int8_t> codes(static_cast<std::size_t>(dim));
   for (int r = 0; r < part.rows; ++r) {
     const float* x = part.x + std::int64_t{r} * dim;
     for (int b = 0; b < blocks; ++b) {
-      const int begin = b * int4_channels, end = std::min(dim, begin + int4_channels);
+      const int begin = b * channel_block, end = std::min(dim, begin + channel_block);
       const auto [least, most] = std::minmax_element(x + begin, x + end);
       const affine a = affine_over(*least, *most);
       if (!a.finite()) return false;
@@ -205,6 +199,7 @@ void forget_empty_groups(kv_cache& cache, int layer, int head) {
 }
 
 void grouped_rows::open(const kv_cache& cache, int layer, int head) {
+  loops_ = &active_loops();
   store_ = &cache.head(layer, head);
   rows_ = &cache.payload(layer, head);
   pages_ = cache.rows_of(layer, head, tier::body);
@@ -214,48 +209,51 @@ void grouped_rows::open(const kv_cache& cache, int layer, int head) {
   to_floats(store_->group_k_scale, k_scale_);
   to_floats(store_->group_k_zero, k_zero_);
   to_floats(store_->group_v_scale, v_scale_);
-  codes_.resize(static_cast<std::size_t>(std::max(head_dim_, value_dim_)));
+}
+
+// The scales and zero points of int4's values, side by side as floats.
+void grouped_rows::open_block(std::int64_t begin, int count) {
+  const int blocks = (value_dim_ + channel_block - 1) / channel_block;
+  row_scale_.resize(static_cast<std::size_t>(count * blocks));
+  row_zero_.resize(row_scale_.size());
+  for (std::int64_t i = 0; i < count;) {
+    const std::int64_t run = rows_together(pages_, begin + i, count - i);
+    const std::int64_t from = row_of(pages_, begin + i) * blocks, to = i * blocks;
+    loops_->from_halves(rows_->body_v_scale.data() + from, run * blocks, row_scale_.data() + to);
+    loops_->from_halves(rows_->body_v_zero.data() + from, run * blocks, row_zero_.data() + to);
+    i += run;
+  }
+}
+
+void grouped_rows::numbers(bool keys, std::int64_t begin, int count, float* out) {
+  const int dim = keys ? head_dim_ : value_dim_;
+  const int width = int4_ ? (dim + 1) / 2 : dim;
+  const int blocks = (dim + channel_block - 1) / channel_block;
+  const bool per_block = int4_ && !keys;
+  const std::int8_t* codes = (keys ? rows_->body_k : rows_->body_v).data();
+  const float* scales = (keys ? k_scale_ : v_scale_).data();
+  const std::int8_t* rows[most_rows];
+  const float *scale[most_rows], *zero[most_rows];
+  for (int r = 0; r < count; ++r) {
+    rows[r] = codes + row_of(pages_, begin + r) * width;
+    const std::int64_t table =
+        std::int64_t{store_->body_group[static_cast<std::size_t>(begin + r)]} * dim;
+    scale[r] = per_block ? row_scale_.data() + std::int64_t{r} * blocks : scales + table;
+    zero[r] = per_block ? row_zero_.data() + std::int64_t{r} * blocks
+              : int4_   ? k_zero_.data() + table
+                        : nullptr;
+  }
+  const code_job job = {rows, scale, zero, count, dim, per_block, out};
+  int4_ ? loops_->numbers4(job) : loops_->numbers8(job);
 }
 
 void grouped_rows::keys(std::int64_t begin, int count, float* out) {
-  const std::int64_t width = int4_ ? (head_dim_ + 1) / 2 : head_dim_;
-  for (int r = 0; r < count; ++r, out += head_dim_) {
-    const auto slot = static_cast<std::size_t>(begin + r);
-    const std::int64_t table = std::int64_t{store_->body_group[slot]} * head_dim_;
-    const std::int8_t* row = rows_->body_k.data() + row_of(pages_, begin + r) * width;
-    if (int4_) unpack(row, head_dim_, codes_.data());
-    active_loops().affine_row(int4_ ? codes_.data() : row, k_scale_.data() + table,
-                              int4_ ? k_zero_.data() + table : nullptr, head_dim_, out);
-  }
-}
-
-void grouped_rows::value4(const std::int8_t* row, std::int64_t at, float* out) {
-  unpack(row, value_dim_, codes_.data());
-  const int blocks = (value_dim_ + int4_channels - 1) / int4_channels;
-  const half_bits* scale = rows_->body_v_scale.data() + at * blocks;
-  const half_bits* zero = rows_->body_v_zero.data() + at * blocks;
-  for (int b = 0; b < blocks; ++b) {
-    const int begin = b * int4_channels, end = std::min(value_dim_, begin + int4_channels);
-    const float step = half_to_float(scale[b]), from = half_to_float(zero[b]);
-    for (int c = begin; c < end; ++c) {
-      out[c] = static_cast<float>(codes_[static_cast<std::size_t>(c)]) * step + from;
-    }
-  }
+  numbers(true, begin, count, out);
 }
 
 void grouped_rows::values(std::int64_t begin, int count, float* out) {
-  const std::int64_t width = int4_ ? (value_dim_ + 1) / 2 : value_dim_;
-  for (int r = 0; r < count; ++r, out += value_dim_) {
-    const std::int64_t at = row_of(pages_, begin + r);
-    const std::int8_t* row = rows_->body_v.data() + at * width;
-    if (int4_) {
-      value4(row, at, out);
-      continue;
-    }
-    const auto group = store_->body_group[static_cast<std::size_t>(begin + r)];
-    active_loops().affine_row(row, v_scale_.data() + std::int64_t{group} * value_dim_, nullptr,
-                              value_dim_, out);
-  }
+  if (int4_) open_block(begin, count);
+  numbers(false, begin, count, out);
 }
 
 }  // namespace kvreplay::kernels

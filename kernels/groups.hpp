@@ -4,8 +4,8 @@
 //     V apart. x ~ scale * code, codes in [-127, 127].
 //   int4 (KIVI, arXiv 2402.02750, section 3): keys by groups of 32 entries and channel, values by
 //     entry and 32 channels; an FP16 scale and an FP16 zero point each. x ~ zero + scale * code,
-//     codes in 0 .. 15, two to a byte: channel c of `dim` in the low half of byte c, or in the high
-//     half of byte c - (dim + 1) / 2.
+//     codes in 0 .. 15, two to a byte: of every 32 channels, byte i holds channel i in its low half
+//     and channel 16 + i in its high half; of n < 32 last channels, i and (n + 1) / 2 + i.
 // An entry keeps its group for good; a group whose members have all left is forgotten.
 #pragma once
 
@@ -16,7 +16,7 @@
 
 namespace kvreplay::kernels {
 
-inline constexpr int int4_channels = 32;  // of a value that share a scale and a zero point
+struct inner_loops;
 
 bool is_grouped(const storage_format& format);
 int group_size(const storage_format& format);           // entries that are quantised together
@@ -35,21 +35,25 @@ void forget_empty_groups(kv_cache& cache, int layer, int head);
 // cache changes.
 class grouped_rows {
  public:
+  static constexpr int most_rows = 32;
   void open(const kv_cache& cache, int layer, int head);
-  // Body slots begin .. begin + count - 1: out [count, head_dim] or [count, value_dim].
+  // Body slots begin .. begin + count - 1, at most most_rows of them: out [count, head_dim] or
+  // [count, value_dim].
   void keys(std::int64_t begin, int count, float* out);
   void values(std::int64_t begin, int count, float* out);
 
  private:
-  void value4(const std::int8_t* row, std::int64_t at, float* out);
+  void numbers(bool keys, std::int64_t begin, int count, float* out);
+  void open_block(std::int64_t begin, int count);
 
+  const inner_loops* loops_ = nullptr;
   const payload_rows* rows_ = nullptr;
   const head_store* store_ = nullptr;
   row_pages pages_;
   int head_dim_ = 0, value_dim_ = 0;
   bool int4_ = false;
   std::vector<float> k_scale_, k_zero_, v_scale_;  // [groups, dim]
-  std::vector<std::int8_t> codes_;                 // one row, unpacked
+  std::vector<float> row_scale_, row_zero_;        // [count, blocks of channels]: of int4's values
 };
 
 }  // namespace kvreplay::kernels

@@ -58,6 +58,20 @@ struct value_job {
   const T* row(std::int64_t i) const { return rows + row_of(pages, i) * dim; }
 };
 
+inline constexpr int channel_block = 32;
+
+// out[r, c] = code[r, c] * scale + zero, for rows of codes one to a byte (numbers8) or two
+// (numbers4: groups.hpp has the order). Row r's scales and zero points stand at scale[r] and
+// zero[r]: one per channel, or one per 32 channels.   out [count, dim]
+struct code_job {
+  const std::int8_t* const* rows;
+  const float* const* scale;
+  const float* const* zero;  // numbers8: not read, zeros
+  int count, dim;
+  bool per_block;  // numbers4 alone
+  float* out;
+};
+
 struct inner_loops {
   void (*score_int8)(const score_job<std::int8_t>&);
   void (*score_half)(const score_job<half_bits>&);
@@ -73,9 +87,8 @@ struct inner_loops {
   void (*exponentials)(float* x, std::int64_t n, float shift);
   // out[i] = x[i] * scale[i]
   void (*times_halves)(const float* x, const half_bits* scale, std::int64_t n, float* out);
-  // out[c] = codes[c] * scale[c] + zero[c]; zero null: zeros.
-  void (*affine_row)(const std::int8_t* codes, const float* scale, const float* zero, int n,
-                     float* out);
+  void (*numbers8)(const code_job&);
+  void (*numbers4)(const code_job&);
   void (*from_halves)(const half_bits* x, std::int64_t n, float* out);
   void (*to_halves)(const float* x, std::int64_t n, half_bits* out);
   // out[r * stride + j] = (row r of q) . (key j): q [count, dim], keys [dim, 16]. Every product sum

@@ -4,7 +4,8 @@
 // For the same reason nothing here instantiates a template of the standard library.
 //
 // L offers: reg, width; zero, set1, load, load_first (n floats, zero beyond), store, store_first;
-// widen (width int8 or FP16 values), widen_first (n of them, zero beyond); fmadd, add, sub, mul;
+// widen (width int8 or FP16 values), widen_first (n of them, zero beyond), widen_low and widen_high
+// (the 4-bit halves of width bytes); fmadd, add, sub, mul;
 // greater_or (x where x > y or y is NaN, else y); sums (lane r = sum of the lanes of p[r],
 // p [width]); top (the largest lane); exp; add_to_doubles; narrow (width floats to FP16).
 #pragma once
@@ -268,19 +269,58 @@ void times_halves(const float* x, const half_bits* scale, std::int64_t n, float*
 }
 
 template <class L>
-void affine_row(const std::int8_t* codes, const float* scale, const float* zero, int n,
-                float* out) {
-  int c = 0;
-  for (; c + L::width <= n; c += L::width) {
-    const typename L::reg from = zero == nullptr ? L::zero() : L::load(zero + c);
-    L::store(out + c, L::fmadd(L::widen(codes + c), L::load(scale + c), from));
+void numbers8(const code_job& job) {
+  for (int r = 0; r < job.count; ++r) {
+    float* out = job.out + std::int64_t{r} * job.dim;
+    int c = 0;
+    for (; c + L::width <= job.dim; c += L::width) {
+      L::store(out + c, L::mul(L::widen(job.rows[r] + c), L::load(job.scale[r] + c)));
+    }
+    if (c == job.dim) continue;
+    const int rest = job.dim - c;
+    const typename L::reg codes = L::widen_first(job.rows[r] + c, rest);
+    L::store_first(out + c, L::mul(codes, L::load_first(job.scale[r] + c, rest)), rest);
   }
-  if (c == n) return;
-  const int rest = n - c;
-  const typename L::reg from = zero == nullptr ? L::zero() : L::load_first(zero + c, rest);
-  L::store_first(out + c,
-                 L::fmadd(L::widen_first(codes + c, rest), L::load_first(scale + c, rest), from),
-                 rest);
+}
+
+// A block of channels: low halves of 16 bytes, then high halves; the last block may be shorter.
+template <class L, bool per_block>
+void numbers4_row(const std::int8_t* row, const float* scale, const float* zero, int dim,
+                  float* out) {
+  for (int begin = 0; begin < dim; begin += channel_block, row += channel_block / 2) {
+    const int block = begin / channel_block;
+    const int half = dim - begin < channel_block ? (dim - begin + 1) / 2 : channel_block / 2;
+    const auto put = [&](int c, typename L::reg codes) {
+      const typename L::reg step = per_block ? L::set1(scale[block]) : L::load(scale + c);
+      const typename L::reg from = per_block ? L::set1(zero[block]) : L::load(zero + c);
+      L::store(out + c, L::fmadd(codes, step, from));
+    };
+    if (dim - begin >= channel_block) {
+      for (int i = 0; i < half; i += L::width) {
+        put(begin + i, L::widen_low(row + i));
+        put(begin + half + i, L::widen_high(row + i));
+      }
+      continue;
+    }
+    for (int c = begin; c < dim; ++c) {
+      const int i = c - begin;
+      const int code = i < half ? row[i] & 15 : static_cast<std::uint8_t>(row[i - half]) >> 4;
+      const int at = per_block ? block : c;
+      out[c] = static_cast<float>(code) * scale[at] + zero[at];
+    }
+  }
+}
+
+template <class L>
+void numbers4(const code_job& job) {
+  for (int r = 0; r < job.count; ++r) {
+    float* out = job.out + std::int64_t{r} * job.dim;
+    if (job.per_block) {
+      numbers4_row<L, true>(job.rows[r], job.scale[r], job.zero[r], job.dim, out);
+    } else {
+      numbers4_row<L, false>(job.rows[r], job.scale[r], job.zero[r], job.dim, out);
+    }
+  }
 }
 
 template <class L>

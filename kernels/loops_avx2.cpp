@@ -37,6 +37,15 @@ struct avx2_lanes {
     const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
   }
+  static reg widen_low(const std::int8_t* p) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return widen_codes(_mm_and_si128(bytes, _mm_set1_epi8(15)));
+  }
+  static reg widen_high(const std::int8_t* p) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return widen_codes(_mm_and_si128(_mm_srli_epi16(bytes, 4), _mm_set1_epi8(15)));
+  }
+  static reg widen_codes(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)); }
   static reg widen_first(const float* p, int n) { return load_first(p, n); }
   template <class T>
   static reg widen_first(const T* p, int n) {
@@ -139,7 +148,8 @@ const inner_loops avx2_loops = {
     .softmax = lanes::softmax<avx2_lanes>,
     .exponentials = lanes::exponentials<avx2_lanes>,
     .times_halves = lanes::times_halves<avx2_lanes>,
-    .affine_row = lanes::affine_row<avx2_lanes>,
+    .numbers8 = lanes::numbers8<avx2_lanes>,
+    .numbers4 = lanes::numbers4<avx2_lanes>,
     .from_halves = lanes::from_halves<avx2_lanes>,
     .to_halves = lanes::to_halves<avx2_lanes>,
     .score_tile = lanes::score_tile<avx2_lanes>,

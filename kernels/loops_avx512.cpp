@@ -31,6 +31,15 @@ struct avx512_lanes {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
   }
+  static reg widen_low(const std::int8_t* p) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return widen_codes(_mm_and_si128(bytes, _mm_set1_epi8(15)));
+  }
+  static reg widen_high(const std::int8_t* p) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return widen_codes(_mm_and_si128(_mm_srli_epi16(bytes, 4), _mm_set1_epi8(15)));
+  }
+  static reg widen_codes(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
   static reg widen_first(const float* p, int n) { return load_first(p, n); }
   static reg widen_first(const half_bits* p, int n) {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p));
@@ -251,7 +260,8 @@ const inner_loops avx512_loops = {
     .softmax = lanes::softmax<avx512_lanes>,
     .exponentials = lanes::exponentials<avx512_lanes>,
     .times_halves = lanes::times_halves<avx512_lanes>,
-    .affine_row = lanes::affine_row<avx512_lanes>,
+    .numbers8 = lanes::numbers8<avx512_lanes>,
+    .numbers4 = lanes::numbers4<avx512_lanes>,
     .from_halves = lanes::from_halves<avx512_lanes>,
     .to_halves = lanes::to_halves<avx512_lanes>,
     .score_tile = lanes::score_tile<avx512_lanes>,

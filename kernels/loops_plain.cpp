@@ -93,11 +93,31 @@ void times_halves(const float* x, const half_bits* scale, std::int64_t n, float*
   for (std::int64_t i = 0; i < n; ++i) out[i] = x[i] * half_to_float(scale[i]);
 }
 
-void affine_row(const std::int8_t* codes, const float* scale, const float* zero, int n,
-                float* out) {
-  for (int c = 0; c < n; ++c) out[c] = static_cast<float>(codes[c]) * scale[c];
-  if (zero == nullptr) return;
-  for (int c = 0; c < n; ++c) out[c] += zero[c];
+void numbers8(const code_job& job) {
+  for (int r = 0; r < job.count; ++r) {
+    float* out = job.out + std::int64_t{r} * job.dim;
+    for (int c = 0; c < job.dim; ++c) {
+      out[c] = static_cast<float>(job.rows[r][c]) * job.scale[r][c];
+    }
+  }
+}
+
+void numbers4(const code_job& job) {
+  for (int r = 0; r < job.count; ++r) {
+    const std::int8_t* row = job.rows[r];
+    float* out = job.out + std::int64_t{r} * job.dim;
+    for (int begin = 0; begin < job.dim; begin += channel_block, row += channel_block / 2) {
+      const int channels = std::min(channel_block, job.dim - begin), half = (channels + 1) / 2;
+      for (int i = 0; i < half; ++i) out[begin + i] = static_cast<float>(row[i] & 15);
+      for (int i = half; i < channels; ++i) {
+        out[begin + i] = static_cast<float>(static_cast<std::uint8_t>(row[i - half]) >> 4);
+      }
+      for (int c = begin; c < begin + channels; ++c) {
+        const int at = job.per_block ? begin / channel_block : c;
+        out[c] = out[c] * job.scale[r][at] + job.zero[r][at];
+      }
+    }
+  }
 }
 
 void from_halves(const half_bits* x, std::int64_t n, float* out) {
@@ -143,7 +163,8 @@ const inner_loops plain_loops = {
     .softmax = softmax_row,
     .exponentials = exp_in_place,
     .times_halves = times_halves,
-    .affine_row = affine_row,
+    .numbers8 = numbers8,
+    .numbers4 = numbers4,
     .from_halves = from_halves,
     .to_halves = to_halves,
     .score_tile = score_tile,

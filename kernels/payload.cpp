@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernels/groups.hpp"
+#include "kernels/inner_loops.hpp"
 #include "kernels/kv_cache.hpp"
 
 namespace kvreplay::kernels {
@@ -15,7 +16,7 @@ row_widths::row_widths(const cache_shape& shape, const storage_format& format) {
   body_k = code_bytes(format, shape.head_dim);
   body_v = code_bytes(format, shape.value_dim);
   if (format.body == body_format::int4) {
-    body_v_scale = body_v_zero = (shape.value_dim + int4_channels - 1) / int4_channels;
+    body_v_scale = body_v_zero = (shape.value_dim + channel_block - 1) / channel_block;
   } else if (format.scales == scale_format::hybrid || format.scales == scale_format::token) {
     body_k_scale = body_v_scale = 1;
   }

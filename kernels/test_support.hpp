@@ -136,9 +136,11 @@ inline stored_entries read_entries(const kv_cache& cache, int layer, int head) {
       const auto& scale = keys ? s.group_k_scale : s.group_v_scale;
       return codes[at(body, slot, dim, c)] * half_value(scale[cell]);
     }
-    const int half = (dim + 1) / 2;
-    const int byte = static_cast<std::uint8_t>(codes[at(body, slot, half, c % half)]);
-    const int code = c < half ? byte & 15 : byte >> 4;
+    const int block_begin = c / 32 * 32, half = (std::min(32, dim - block_begin) + 1) / 2;
+    const int i = c - block_begin;
+    const int byte =
+        static_cast<std::uint8_t>(codes[at(body, slot, (dim + 1) / 2, block_begin / 2 + i % half)]);
+    const int code = i < half ? byte & 15 : byte >> 4;
     const std::size_t block = at(body, slot, (dim + 31) / 32, c / 32);
     return keys ? half_value(s.group_k_zero[cell]) + code * half_value(s.group_k_scale[cell])
                 : half_value(rows.body_v_zero[block]) + code * half_value(rows.body_v_scale[block]);
