@@ -81,6 +81,25 @@ struct tune_command {
 };
 int run_tune(const common_options& common, const tune_command& command);
 
+struct survival_command {
+  std::string trace, output;
+};
+int run_survival(const common_options& common, const survival_command& command);
+
+struct headscore_command {
+  std::vector<std::string> traces;
+  std::string output;
+};
+int run_headscore(const common_options& common, const headscore_command& command);
+
+struct fit_retention_command {
+  std::string trace, output, projection = "shared";
+  int hidden = 16, epochs = 30;
+  double train_share = 0.75;
+  std::uint64_t seed = 0;
+};
+int run_fit_retention(const common_options& common, const fit_retention_command& command);
+
 struct time_command {
   std::string trace;
   std::vector<std::string> policies, outputs;

@@ -29,6 +29,9 @@ struct command_line {
   policies_command policies;
   replay_command replay;
   sweep_command sweep;
+  survival_command survival;
+  headscore_command headscore;
+  fit_retention_command fit_retention;
   time_command time;
   tune_command tune;
 };
@@ -233,6 +236,48 @@ void add_sweep(CLI::App& app, command_line& line) {
   add_device(*sub, line.common);
 }
 
+void add_survival(CLI::App& app, command_line& line) {
+  auto& c = line.survival;
+  auto* sub = app.add_subcommand("survival", "How long entries go on drawing attention");
+  sub->add_option("trace", c.trace, "The trace")->required();
+  sub->add_option("-o,--output", c.output, "CSV: layer, kv_head, age, alive, seen, beta");
+  sub->footer("Example:\n  kvreplay survival run.h5 -o survival.csv");
+  add_common(*sub, line.common);
+}
+
+void add_headscore(CLI::App& app, command_line& line) {
+  auto& c = line.headscore;
+  auto* sub = app.add_subcommand("headscore", "Measure HeadKV's table of heads on needle probes");
+  sub->add_option("traces", c.traces, "Traces whose sequences have a span `needle`")->required();
+  sub->add_option("-o,--output", c.output, "JSON that headkv:table= reads")->required();
+  sub->footer("Example:\n  kvreplay headscore needles.h5 -o heads.json");
+  add_common(*sub, line.common);
+}
+
+void add_fit_retention(CLI::App& app, command_line& line) {
+  auto& c = line.fit_retention;
+  auto* sub = app.add_subcommand("fit-retention", "Learn TrimKV's retention gates from a trace");
+  sub->add_option("trace", c.trace, "The trace to learn from")->required();
+  sub->add_option("-o,--output", c.output, "A copy of it, with `retention` and the gate")
+      ->required();
+  sub->add_option("--projection", c.projection, "Output projections: one in all, a layer or a head")
+      ->check(CLI::IsMember({"shared", "layer", "head"}))
+      ->capture_default_str();
+  sub->add_option("--hidden", c.hidden, "Hidden units of a head's gate")
+      ->check(CLI::Range(1, 4096))
+      ->capture_default_str();
+  sub->add_option("--epochs", c.epochs, "Passes over the entries")
+      ->check(CLI::Range(1, 100000))
+      ->capture_default_str();
+  sub->add_option("--train-share", c.train_share,
+                  "Of the sequences (of one: its positions); the rest is held out")
+      ->check(CLI::Range(0.01, 0.99))
+      ->capture_default_str();
+  sub->add_option("--seed", c.seed, "The same seed gives the same gates")->capture_default_str();
+  sub->footer("Example:\n  kvreplay fit-retention run.h5 -o run-retention.h5");
+  add_common(*sub, line.common);
+}
+
 void add_time(CLI::App& app, command_line& line) {
   auto& c = line.time;
   auto* sub = app.add_subcommand("time", "Time the kernels on a policy's real lengths");
@@ -300,6 +345,11 @@ int dispatch(const CLI::App& app, const command_line& line) {
   if (app.got_subcommand("policies")) return run_policies(line.policies);
   if (app.got_subcommand("sweep")) return run_sweep(line.common, line.sweep);
   if (app.got_subcommand("tune")) return run_tune(line.common, line.tune);
+  if (app.got_subcommand("survival")) return run_survival(line.common, line.survival);
+  if (app.got_subcommand("headscore")) return run_headscore(line.common, line.headscore);
+  if (app.got_subcommand("fit-retention")) {
+    return run_fit_retention(line.common, line.fit_retention);
+  }
   if (app.got_subcommand("time")) return run_time(line.common, line.time);
   return run_replay(line.common, line.replay);
 }
@@ -407,6 +457,9 @@ int parse_and_run(int argc, char** argv) {
   add_policies(app, line);
   add_replay(app, line);
   add_sweep(app, line);
+  add_survival(app, line);
+  add_headscore(app, line);
+  add_fit_retention(app, line);
   add_time(app, line);
   add_tune(app, line);
   add_config(app);
