@@ -38,6 +38,8 @@ elif [ "${KVREPLAY_TORCH:-}" = 1 ] || [ -x "$torch_venv/bin/python" ]; then
   torch_python=$torch_venv/bin/python
   "$torch_python" -c 'import torch, transformers, h5py, tokenizers' 2>/dev/null ||
     "$torch_python" -m pip install -q -r tracer/python/requirements-torch.txt
+  "$torch_python" -c 'import llama_cpp' 2>/dev/null ||
+    echo "SKIPPED by default: the test of llama.cpp; pip install llama-cpp-python in $torch_venv"
 else
   echo "SKIPPED by default (no $torch_venv): the tests of kvtrace on PyTorch; set KVREPLAY_TORCH=1"
 fi

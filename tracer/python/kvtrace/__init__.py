@@ -59,7 +59,7 @@ def check_versions() -> None:
     except ImportError as error:
         raise RecordError(
             f"recording needs torch and transformers: {error}; pip install "
-            "'torch>=2.6' 'transformers>=5.0'"
+            "'torch>=2.6' 'transformers>=5.1'"
         ) from error
     found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if found < OLDEST_TRANSFORMERS:

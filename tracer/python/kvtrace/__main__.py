@@ -6,7 +6,7 @@ import sys
 from kvtrace_tools.__main__ import add_commands
 from kvtrace_tools.errors import ToolError
 
-from . import command_record
+from . import command_record, command_record_gguf
 from .version import __version__
 
 
@@ -17,6 +17,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kvtrace {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     command_record.add_command(commands)
+    command_record_gguf.add_command(commands)
     add_commands(commands)
     return parser
 

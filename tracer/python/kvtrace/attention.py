@@ -185,3 +185,15 @@ def mask_faults(
     if end is not None:
         wrong &= ((first + chosen) < end[:, None])[:, :, None]
     return wrong.sum()
+
+
+def output_error(
+    out: torch.Tensor, o: torch.Tensor, v: torch.Tensor, real: torch.Tensor | None
+) -> torch.Tensor:
+    """Largest difference between the path's outputs and ours, [batch, n, heads, value_dim] both, in
+    units of the largest value; sequences that are not `real` [batch] here count nothing. -> a
+    scalar on the device."""
+    difference = (out.float() - o).abs().flatten(1).amax(1)
+    if real is not None:
+        difference = difference * real
+    return difference.max() / v.abs().amax().float().clamp_min(1e-30)

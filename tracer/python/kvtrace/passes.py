@@ -125,6 +125,8 @@ class Pass:
     layers: set[int] = field(default_factory=set)  # layers that have attended
     faults: list[torch.Tensor] = field(default_factory=list)
     fault_layers: list[int] = field(default_factory=list)
+    errors: list[torch.Tensor] = field(default_factory=list)  # of the path's outputs against ours
+    error_layers: list[int] = field(default_factory=list)
     hidden: dict[int, Any] = field(default_factory=dict)  # attention's input, by layer
     last_residual: torch.Tensor | None = None
 

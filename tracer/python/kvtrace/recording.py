@@ -27,7 +27,7 @@ from .meter import Meter, Summary
 from .options import OBSERVATION_ROWS, ImageRequest, RecordOptions
 from .passes import Batch, Pass, clip
 from .schema import SequencePlan
-from .rows import BLOCK_BYTES, RowSender, check_keys, check_mask
+from .rows import BLOCK_BYTES, RowSender, check_keys, check_mask, check_outputs
 from .session import HostSession, Place
 from .transfer import Lane, Transfer
 from .version import PRODUCER
@@ -360,6 +360,7 @@ class Recording:
             return
         check_keys(layer, how, q, k, batch, one)
         check_mask(layer, how, module, k, mask, implementation, kwargs, batch, one)
+        check_outputs(layer, how, q, k, v, out, batch, one)
         self._announce(batch, one)
         self._rows.send(layer, how, q, k, v, out, batch, one)
 
@@ -475,8 +476,8 @@ class Recording:
             self.book.recorded()  # names the layer that is missing
         raise RecordError(
             f"{type(self.model).__name__}: its attention does not go through transformers' "
-            "attention interface (ALL_ATTENTION_FUNCTIONS), so that q, k and v cannot be seen; `kvreplay "
-            "record` or a newer transformers may know this model"
+            "attention interface (ALL_ATTENTION_FUNCTIONS), so that q, k and v cannot be seen; "
+            "`kvreplay record` or a newer transformers may know this model"
         )
 
     def _send_faults(self, batch: Batch, one: Pass) -> None:
@@ -484,6 +485,12 @@ class Recording:
             self._ship(
                 torch.stack(one.faults),
                 partial(self._session.check_masks, layers=one.fault_layers, position=batch.fed),
+            )
+
+        if one.errors:
+            self._ship(
+                torch.stack(one.errors),
+                partial(self._session.check_outputs, layers=one.error_layers, position=batch.fed),
             )
 
     def _send_logits(self, batch: Batch, one: Pass, output: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .attention import Scores, attend, mask_faults, rows_at_once, value_norm
+from .attention import Scores, attend, mask_faults, output_error, rows_at_once, value_norm
 from .errors import RecordError
 from .layers import LayerBook
 from .options import OBSERVATION_ROWS, AttentionCall, RecordOptions
@@ -84,6 +84,36 @@ def check_mask(
             f"layer {layer}: has a window of {how.window}, but {implementation} was "
             f"given {k.shape[2]} keys and no mask"
         )
+
+
+def check_outputs(
+    layer: int,
+    how: Scores,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    batch: Batch,
+    one: Pass,
+) -> None:
+    """Compares the path's output of a prompt pass's last row with what the trace says. A path that
+    scales or biases its scores on its own is found out here; rounding is far below the limit."""
+    if one.n == 1:
+        return
+    low = max(0, k.shape[2] - how.window) if how.window else 0
+    block = attend(
+        q[:, :, -1:],
+        k[:, :, low:],
+        v[:, :, low:],
+        how,
+        batch.fed + one.n - 1,
+        batch.begin_tensor,
+    )
+    assert block.o is not None
+    ends = one.ends(batch)
+    real = None if ends is None else ends == batch.fed + one.n
+    one.errors.append(output_error(out[:, -1:], block.o, v, real).to(one.ids.device))
+    one.error_layers.append(layer)
 
 
 class RowSender:

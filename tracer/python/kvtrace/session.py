@@ -14,6 +14,10 @@ from .schema import LayerFacts, ModelInfo, SequencePlan
 from .writer import TraceWriter
 
 
+OUTPUT_ERROR = {"float32": 1e-2}  # TF32 may round the scores on a device
+OUTPUT_ROUNDING = 6e-2  # of 16-bit paths, which may round scores and probabilities
+
+
 @dataclass(frozen=True)
 class Place:
     """Where the rows of one sequence lie in a block [batch, n, ...], and the position of the
@@ -157,6 +161,19 @@ class HostSession:
                     f"mask is not the causal one of this layer's window ({count} entries differ in "
                     "the rows looked at): bidirectional or chunked attention, packed sequences and "
                     "biases cannot be recorded"
+                )
+
+    def check_outputs(self, errors: np.ndarray, layers: Sequence[int], position: int) -> None:
+        """errors [calls]: differences between the model's outputs and the trace's."""
+        info = self.writer.model if self.writer is not None else None
+        limit = OUTPUT_ERROR.get(info.compute_dtype if info is not None else "", OUTPUT_ROUNDING)
+        for layer, error in zip(layers, errors.tolist()):
+            if not error <= limit:
+                raise RecordError(
+                    f"{self.path}: layer {layer}, pass at position {position}: attention gave "
+                    f"outputs that differ from softmax(scale q k) v by {error:.2g} of the "
+                    f"largest value, expected at most {limit:g}: it does more than a trace can say "
+                    "(a scale or a bias of its own?)"
                 )
 
     def pass_done(self) -> None:

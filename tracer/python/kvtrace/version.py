@@ -2,4 +2,4 @@
 
 __version__ = "0.1.0"
 PRODUCER = f"kvtrace {__version__}"
-OLDEST_TRANSFORMERS = (5, 0)
+OLDEST_TRANSFORMERS = (5, 1)

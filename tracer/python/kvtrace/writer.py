@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import fcntl
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import h5py
@@ -172,6 +172,14 @@ class TraceWriter:
                         "not finite; the trace stores 16 bits"
                     )
                 group[f"wo/{layer}"] = narrow
+        except OSError as error:
+            raise self._disk_error("cannot write the model", error) from error
+
+    def put_windows(self, window: Sequence[int]) -> None:
+        """Windows that have shown themselves only later than put_facts()."""
+        assert self._file is not None and self._facts is not None
+        try:
+            self._file["model/window"][:] = np.asarray(window, dtype="<i4")
         except OSError as error:
             raise self._disk_error("cannot write the model", error) from error
 

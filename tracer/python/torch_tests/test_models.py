@@ -7,6 +7,7 @@ import unittest
 import h5py
 import numpy as np
 import torch
+import transformers
 
 from support import PROGRAM, VOCABULARY, Case, configs, make_ids, make_model, read, replay
 
@@ -99,6 +100,32 @@ class ModelsTest(Case):
                 turned = k.copy()
                 turned[..., pick[0]], turned[..., pick[1]] = a * cos + b * sin, b * cos - a * sin
                 np.testing.assert_allclose(turned, raw[0].numpy().reshape(24, 2, -1), atol=5e-3)
+
+    def test_soft_caps_are_written_down(self) -> None:
+        """kvreplay does not apply them yet and says so; the trace holds the capped sums."""
+        config = transformers.Gemma2Config(
+            **COMMON, **HEAD, sliding_window=16, attn_logit_softcapping=1.5, query_pre_attn_scalar=4
+        )
+        model = make_model(config, "eager")
+        kvtrace.teacher_forced(
+            model, make_ids(1, 40)[0], self.path, prompt_length=30, block=16, quiet=True
+        )
+        with h5py.File(self.path) as file:
+            self.assertEqual(file["model"].attrs["score_softcap"], 1.5)
+            windows = file["model/window"][:]
+            self.assertEqual(sorted(set(windows.tolist())), [0, 16])
+            for layer, window in enumerate(windows):
+                group = file[f"sequences/0/layers/{layer}"]
+                q, k = group["q"][:].astype("f8"), group["k"][:].astype("f8")
+                scores = 0.5 * np.einsum("thd,jhd->htj", q, k.repeat(2, axis=1))
+                capped = 1.5 * np.tanh(scores / 1.5)
+                t, j = np.arange(40)[:, None], np.arange(40)
+                capped[:, (j > t) | ((j <= t - window) & (window > 0))] = -np.inf
+                lse = np.log(np.exp(capped).sum(-1)).T
+                np.testing.assert_allclose(group["lse"][:], lse, atol=2e-3)
+                self.assertGreater(np.abs(scores).max(), 3)
+        with self.assertRaisesRegex(AssertionError, "score_softcap"):
+            self.check()
 
     def test_both_recorders_give_the_same_trace(self) -> None:
         tokens = self.folder / "run.tokens"

@@ -15,6 +15,7 @@ from support import COMMON, VOCABULARY, Case, configs, kvreplay, make_ids, make_
 
 import kvtrace
 from kvtrace import RecordError
+from kvtrace.describe import cache_keyword
 
 
 class RefusalTest(Case):
@@ -54,8 +55,8 @@ class RefusalTest(Case):
         ids, model = make_ids(2, 8), self.model
         left = torch.ones_like(ids)
         left[0, :3] = 0
-        cache = transformers.DynamicCache(config=model.config)
-        model(input_ids=ids, cache=cache)
+        keyword, cache = cache_keyword(model), transformers.DynamicCache(config=model.config)
+        model(input_ids=ids, **{keyword: cache})
         embeddings = model.get_input_embeddings()(ids)
         static = transformers.StaticCache(config=model.config, max_cache_len=32)
         packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]] * 2)
@@ -65,13 +66,13 @@ class RefusalTest(Case):
             ("a pass without input_ids", lambda: model(inputs_embeds=embeddings)),
             (
                 "8 positions that were not recorded",
-                lambda: model(input_ids=ids[:, :1], cache=cache),
+                lambda: model(input_ids=ids[:, :1], **{keyword: cache}),
             ),
             (
                 "left padding without position_ids",
                 lambda: model(input_ids=ids, attention_mask=left),
             ),
-            ("static caches", lambda: model(input_ids=ids, cache=static)),
+            ("static caches", lambda: model(input_ids=ids, **{keyword: static})),
             (
                 "position_ids of sequence 0 do not count",
                 lambda: model(input_ids=ids, position_ids=packed),
@@ -128,6 +129,9 @@ class RefusalTest(Case):
             self.refused(text, lambda: None, other)
         headless = self.model.model
         self.refused("gives no logits", lambda: headless(input_ids=make_ids(1, 8)), headless)
+
+    def test_a_path_that_does_more_than_it_says(self) -> None:
+        """A scale of its own per layer: told in the call, or done in silence inside of it."""
         scaled = make_model(
             transformers.GPT2Config(
                 vocab_size=VOCABULARY,
@@ -137,13 +141,32 @@ class RefusalTest(Case):
                 bos_token_id=1,
                 eos_token_id=2,
                 scale_attn_by_inverse_layer_idx=True,
-            )
+            ),
+            "eager",
         )
+        with torch.no_grad():
+            scaled.transformer.h[1].attn.c_attn.weight.mul_(3)
         self.refused(
-            "layer 1: softmax_scale 0.125, but 0.25 in the layers before",
+            "layer 1: softmax_scale 0.125, but 0.25 in the layers before|"
+            "layer 1, pass at position 0: attention gave outputs that differ",
             lambda: scaled(input_ids=make_ids(1, 8)),
             scaled,
         )
+
+        def bent(module, query, key, value, mask, scaling=None, **kwargs):
+            original = transformers.modeling_utils.sdpa_attention_forward
+            return original(module, query, key, value, mask, scaling=scaling / 2, **kwargs)
+
+        transformers.AttentionInterface.register("bent", bent)
+        masks = transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+        transformers.AttentionMaskInterface.register("bent", masks["sdpa"])
+        for dtype in (torch.float32, torch.bfloat16):
+            model = make_model(configs()["llama"], "bent", dtype=dtype)
+            self.refused(
+                "layer 0, pass at position 0: attention gave outputs that differ",
+                lambda: model(input_ids=make_ids(1, 8)),
+                model,
+            )
 
     def test_options(self) -> None:
         ids = make_ids(1, 8)

@@ -11,6 +11,7 @@ import transformers
 from support import Case, configs, make_ids, make_model, read
 
 import kvtrace
+from kvtrace.describe import cache_keyword
 
 ALL = dict(logits="full", extras=("wo", "value_norm", "residual"))
 
@@ -135,7 +136,7 @@ class RunsTest(Case):
             ids = make_ids(1, 8, seed=2)
             for part in (ids, ids[:, :1], ids[:, :1]):
                 with torch.no_grad():
-                    model(input_ids=part, cache=cache)
+                    model(input_ids=part, **{cache_keyword(model): cache})
         self.check()
         with h5py.File(self.path) as file:
             sizes = [
