@@ -21,7 +21,9 @@
 #include "replay/open_loop.hpp"
 #include "replay/output_files.hpp"
 #include "replay/progress.hpp"
+#include "replay/ranks.hpp"
 #include "replay/row_basics.hpp"
+#include "replay/row_lines.hpp"
 #include "replay/text.hpp"
 #include "reports/atomic_file.hpp"
 #include "reports/csv.hpp"
@@ -70,12 +72,17 @@ class replay_run {
                    : "--resume needs -o: the journal of finished rows stands beside that file");
     }
     modes_ = modes_of(command);
+    if (ranks_.size > 1 && detailed) {
+      throw usage_error(
+          "--steps, --heads and --kept are written by one process: run them without mpirun");
+    }
   }
 
   int run();
 
  private:
   void probe() const;
+  void start_outputs();
   void run_trace(const std::string& path);
   static std::vector<std::string> modes_of(const replay_command& command);
   void load_model();
@@ -87,6 +94,9 @@ class replay_run {
   std::vector<lane_output> run_policies(const std::string& mode, const traces::reader& trace,
                                         int sequence, std::span<const policies::policy> todo,
                                         open_loop_options options);
+  std::vector<lane_output> run_on_ranks(const std::string& mode, const traces::reader& trace,
+                                        int sequence, std::span<const policies::policy> todo,
+                                        const open_loop_options& options);
   std::vector<matched_policy> matched(const traces::reader& trace, int sequence,
                                       const open_loop_options& options);
   const reports::result* finished(const std::string& mode, const traces::reader& trace,
@@ -98,6 +108,7 @@ class replay_run {
 
   const common_options& common_;
   const replay_command& command_;
+  rank_place ranks_ = this_rank();
   std::optional<match_target> target_;
   std::vector<policies::policy> policies_;
   std::vector<std::string> modes_;
@@ -117,20 +128,25 @@ void replay_run::probe() const {
   }
 }
 
-int replay_run::run() {
+void replay_run::start_outputs() {
   probe();
-  if (!command_.outputs.empty()) {
-    const auto& target = command_.outputs.front();
-    if (command_.resume) journal_rows_ = reports::read_journal(target);
-    journal_.emplace(target, command_.resume ? reports::journal_writer::start::resume
-                                             : reports::journal_writer::start::fresh);
-  }
+  if (command_.outputs.empty()) return;
+  const auto& target = command_.outputs.front();
+  if (command_.resume) journal_rows_ = reports::read_journal(target);
+  journal_.emplace(target, command_.resume ? reports::journal_writer::start::resume
+                                           : reports::journal_writer::start::fresh);
+}
+
+int replay_run::run() {
+  if (ranks_.rank == 0) start_outputs();
+  if (command_.resume) journal_rows_ = broadcast_rows(journal_rows_);
   device_ = choose_device(common_.device);
   report_.tool = {version_number(), revision_text(), device_name(device_.get()),
                   hdf5_text(),      cuda_text(),     common_.command_line,
                   compiler_text(),  cpu_text(),      common_.threads};
   load_model();
   for (const auto& path : command_.traces) run_trace(path);
+  if (ranks_.rank != 0) return exit_ok;
   write_outputs();
   if (journal_) journal_->remove();
   print_table();
@@ -228,7 +244,7 @@ std::vector<reports::result> replay_run::run_mode(const std::string& mode,
     if (finished(mode, trace, sequence, match.policy) == nullptr) todo.push_back(match.policy);
   }
   std::vector<lane_output> lanes;
-  if (!todo.empty()) lanes = run_policies(mode, trace, sequence, todo, options);
+  if (!todo.empty()) lanes = run_on_ranks(mode, trace, sequence, todo, options);
   std::vector<reports::result> out;
   size_t next = 0;
   for (const auto& match : matches) {
@@ -243,13 +259,47 @@ std::vector<reports::result> replay_run::run_mode(const std::string& mode,
   return out;
 }
 
+// Policies dealt out in parts; every rank has all rows in the end. The closed loop shares matrix
+// products between policies: a part for each rank; the open loop is dealt out finer.
+std::vector<lane_output> replay_run::run_on_ranks(const std::string& mode,
+                                                  const traces::reader& trace, int sequence,
+                                                  std::span<const policies::policy> todo,
+                                                  const open_loop_options& options) {
+  if (ranks_.size == 1) return run_policies(mode, trace, sequence, todo, options);
+  const auto count = std::ssize(todo),
+             deals = std::int64_t{ranks_.size} * (mode == "closed" ? 1 : 4);
+  const std::int64_t part = (count + deals - 1) / deals;
+  std::vector<reports::result> rows(todo.size());
+  distribute((count + part - 1) / part,
+             [&](std::int64_t i) {
+               const auto first = static_cast<size_t>(i * part);
+               const auto own = todo.subspan(
+                   first, std::min<size_t>(static_cast<size_t>(part), todo.size() - first));
+               std::vector<reports::result> done;
+               for (auto& lane : run_policies(mode, trace, sequence, own, options)) {
+                 done.push_back(std::move(lane.row));
+               }
+               return to_lines(done);
+             },
+             [&](std::int64_t i, const std::string& lines) {
+               auto done = from_lines(lines);
+               std::move(done.begin(), done.end(), rows.begin() + i * part);
+             });
+  std::vector<lane_output> out;
+  for (auto& row : broadcast_rows(rows)) {
+    out.emplace_back();
+    out.back().row = std::move(row);
+  }
+  return out;
+}
+
 std::vector<lane_output> replay_run::run_policies(const std::string& mode,
                                                   const traces::reader& trace, int sequence,
                                                   std::span<const policies::policy> todo,
                                                   open_loop_options options) {
   const bool closed = mode == "closed";
   progress_bar bar(fmt::format("{} policies{}", todo.size(), closed ? ", closed loop" : ""),
-                   "layer steps", common_.quiet);
+                   "layer steps", common_.quiet || ranks_.rank != 0);
   options.progress = [&](std::int64_t done, std::int64_t total) { bar.update(done, total); };
   if (!closed) return replay_open(trace, sequence, todo, options);
   closed_loop_options loop;

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <iterator>
 #include <memory>
-#include <sstream>
 #include <utility>
 
 #include "policies/params.hpp"
@@ -14,12 +13,12 @@
 #include "replay/output_files.hpp"
 #include "replay/progress.hpp"
 #include "replay/ranks.hpp"
+#include "replay/row_lines.hpp"
 #include "replay/sweep.hpp"
 #include "replay/text.hpp"
 #include "replay/tune.hpp"
 #include "reports/aggregate.hpp"
 #include "reports/atomic_file.hpp"
-#include "reports/json.hpp"
 #include "reports/pareto.hpp"
 #include "reports/table.hpp"
 #include "traces/reader.hpp"
@@ -120,22 +119,16 @@ std::vector<reports::result> tune_command_run::evaluate(std::span<const std::str
     options.open.steps = std::max<std::int64_t>(1, std::llround(std::ceil(share * steps)));
   }
   const auto all = sweep(traces, points, options);
-  std::string lines;
+  std::vector<reports::result> rows;
   for (size_t p = 0; root_ && p < points.size(); ++p) {
     std::vector<reports::result> own;
     for (size_t i = p; i < all.size(); i += points.size()) own.push_back(all[i]);
     const auto failed =
         std::find_if(own.begin(), own.end(), [](const auto& row) { return row.status != "ok"; });
     const auto mean = reports::aggregate(own);
-    const auto& row = failed != own.end() ? *failed : mean.empty() ? own.front() : mean.front();
-    lines += reports::to_json_line(row) + '\n';
+    rows.push_back(failed != own.end() ? *failed : mean.empty() ? own.front() : mean.front());
   }
-  std::istringstream in(broadcast(std::move(lines)));
-  std::vector<reports::result> out;
-  for (std::string line; std::getline(in, line);) {
-    out.push_back(reports::read_json_line(line, "row of another rank"));
-  }
-  return out;
+  return broadcast_rows(rows);
 }
 
 // What the first point has: kl_proxy where the traces allow it, else the next best.

@@ -55,6 +55,29 @@ class Ranks(unittest.TestCase):
             self.assertEqual(rows(out), rows(alone), f"{ranks} ranks")
             self.assertEqual(done.stdout.count("policy "), 1, "one rank prints")
 
+    def test_replay_too(self):
+        results = []
+        for ranks in (0, 1, 3):
+            out = self.path(f"r{ranks}.json")
+            done = run(ranks, "replay", self.trace, "-p", "full", "-p", "h2o:budget=9", "-p", "window:budget=8",
+                       "-p", "confkv:high=8,low=20,recent=4", "--match-bytes", "window:budget=10", "--quiet", "-o", out)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            results.append(rows(out))
+        self.assertEqual(results[0], results[1])
+        self.assertEqual(results[0], results[2])
+        refused = run(2, "replay", self.trace, "-p", "full", "--steps", self.path("s.csv"))
+        self.assertNotEqual(refused.returncode, 0)
+        self.assertIn("without mpirun", refused.stderr)
+
+    def test_tune_too(self):
+        texts = []
+        for ranks in (0, 2):
+            done = run(ranks, "tune", self.trace, "-p", "h2o:budget=8..64..2", "--max-ratio", "0.4", "--evaluations",
+                       "12", "--quiet")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            texts.append(done.stdout)
+        self.assertEqual(texts[0], texts[1])
+
     def test_a_bad_trace_among_others_is_failed_rows(self):
         with open(self.trace, "rb") as file:
             whole = file.read()

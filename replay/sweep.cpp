@@ -5,13 +5,11 @@
 #include <algorithm>
 #include <chrono>
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <set>
-#include <sstream>
 
 #include "policies/grid.hpp"
 #include "replay/ranks.hpp"
-#include "reports/json.hpp"
+#include "replay/row_lines.hpp"
 #include "traces/reader.hpp"
 
 namespace kvreplay::replay {
@@ -139,7 +137,6 @@ void sweep_run::make_units() {
   }
 }
 
-// Rows as lines of JSON: what travels between ranks, and what the journal holds.
 std::string sweep_run::work(const sweep_unit& unit) {
   const auto& where = sequences_[unit.sequence];
   if (open_path_ != where.trace) {
@@ -149,29 +146,25 @@ std::string sweep_run::work(const sweep_unit& unit) {
   }
   std::vector<policies::policy> policies;
   for (const size_t p : unit.points) policies.push_back(*points_[p].policy);
-  std::string out;
+  std::vector<reports::result> rows;
   try {
-    for (const auto& lane : replay_open(*open_, where.sequence, policies, options_.open)) {
-      out += reports::to_json_line(lane.row) + '\n';
+    for (auto& lane : replay_open(*open_, where.sequence, policies, options_.open)) {
+      rows.push_back(std::move(lane.row));
     }
   } catch (const std::exception& e) {
-    out.clear();
+    rows.clear();
     for (const size_t p : unit.points) {
-      out += reports::to_json_line(failed_row(where.trace, where.sequence, points_[p], e.what())) +
-             '\n';
+      rows.push_back(failed_row(where.trace, where.sequence, points_[p], e.what()));
     }
   }
-  return out;
+  return to_lines(rows);
 }
 
 void sweep_run::take(const sweep_unit& unit, const std::string& lines) {
-  std::istringstream in(lines);
-  std::string line;
-  for (const size_t p : unit.points) {
-    std::getline(in, line);
-    auto row = reports::read_json_line(line, "row of another rank");
-    if (options_.finished) options_.finished(row);
-    rows_[place(unit.sequence, p)] = std::move(row);
+  auto rows = from_lines(lines);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (options_.finished) options_.finished(rows[i]);
+    rows_[place(unit.sequence, unit.points[i])] = std::move(rows[i]);
     ++finished_;
   }
 }
@@ -185,7 +178,6 @@ std::vector<reports::result> sweep_run::run() {
   };
   const auto begin = clock::now();
   const bool root = this_rank().rank == 0;
-  std::string pilot;
   if (!units_.empty()) {
     if (root) {
       take(at(0), work(at(0)));
