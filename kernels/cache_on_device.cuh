@@ -52,6 +52,7 @@ class cache_on_device final : public device_cache {
   std::int64_t quantised(int layer) const override;
   std::int64_t reserved_bytes() const override;
   void time_kernels(kernel_clock clock) override { stream_.listen(std::move(clock)); }
+  void synchronise() override { stream_.wait(); }
 
  private:
   // What the kernels of one step share.

@@ -98,14 +98,20 @@ class device_cache {
   virtual std::int64_t quantised(int layer) const = 0;
   virtual std::int64_t reserved_bytes() const = 0;  // of device memory, work space included
 
-  // From now on every kernel is timed (by events on a GPU); an empty function ends it.
+  // From now on every kernel is timed (by events on a GPU); an empty function ends it. The clock
+  // hears of them when results are waited for.
   virtual void time_kernels(kernel_clock clock) = 0;
+  virtual void synchronise() = 0;  // until everything asked for is done
 };
 
 class compute_device {
  public:
   virtual ~compute_device() = default;
   virtual std::string name() const = 0;  // "NVIDIA H200, sm_90"
+  // For measurements: fills the device's caches with something else; bytes read and written per
+  // second when `bytes` are copied on the device with cold caches, the best of several copies.
+  virtual void flush_caches() = 0;
+  virtual double copy_bandwidth(std::int64_t bytes) = 0;
   // Throws std::invalid_argument for shapes and formats that `device_lacks` names.
   virtual std::unique_ptr<device_cache> make_cache(const cache_shape& shape,
                                                    const storage_format& format,
@@ -116,6 +122,7 @@ class compute_device {
 // empty: nothing.
 inline std::string device_lacks(const cache_shape& shape, const storage_format& format) {
   if (shape.group() > 128) return "groups of more than 128 query heads";
+  if (shape.head_dim > 256 || shape.value_dim > 256) return "heads of more than 256 channels";
   if (format.tail != tail_format::fp16) return "FP32 tails";
   if (format.page != 0) return "paged layout";
   if (format.body == body_format::none) return {};

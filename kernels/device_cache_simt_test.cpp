@@ -409,6 +409,8 @@ TEST_CASE("device cache: what the kernels lack is refused by name") {
   format.tail = tail_format::fp32;
   CHECK(refusal(shape, format) == "the device kernels have no FP32 tails");
   format.tail = tail_format::fp16;
+  CHECK(refusal(testing::small_shape(4, 2, 512), format) ==
+        "the device kernels have no heads of more than 256 channels");
   format.page = 16;
   CHECK(refusal(shape, format) == "the device kernels have no paged layout");
   format.page = 0;
@@ -427,6 +429,9 @@ TEST_CASE("device cache: a clock hears of every kernel") {
   const int budget[] = {5, 50};
   const device_selection selection{1, 1, budget, 0, 0};
   timed.cache->select({&selection, 1});
+  CHECK(heard.size() == 2);
+  timed.cache->synchronise();
+  CHECK(heard.size() == 4);
   timed.cache->held_positions(1);
   CHECK(heard == std::vector<std::string>{"append", "attend", "select", "compact", "positions"});
   CHECK(timed.cache->reserved_bytes() > 0);

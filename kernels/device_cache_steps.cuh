@@ -135,8 +135,10 @@ inline void cache_on_device::launch_step(std::span<const device_step> items, ste
   views.gathered_there = step_stage_.put(views.gathered);
   step_stage_.send(stream_.get());
   if (windowed > 0) {
-    stream_.run("window", [&](auto s) { launch_window(window, s); });
-    stream_.run("compact", [&](auto s) { launch_compact(compact, s); });
+    stream_.run("window", [&](auto s) {
+      launch_window(window, s);
+      launch_compact(compact, s);
+    });
   }
   stream_.run("append", [&](auto s) { launch_append(append, s); });
   launch_attention(views, attends, layers);
@@ -326,6 +328,28 @@ class device_of_kernels : public compute_device {
  public:
   explicit device_of_kernels(std::string name) : name_(std::move(name)) {}
   std::string name() const override { return name_; }
+  void flush_caches() override {
+    if (other_ == nullptr) {
+      other_ = std::make_unique<device_buffer<std::byte>>(cache_bytes, "room beside the caches");
+    }
+    fill_async(other_->get(), cache_bytes, {});
+    wait_for({});
+  }
+  double copy_bandwidth(std::int64_t bytes) override {
+    const auto size = static_cast<std::size_t>(std::max<std::int64_t>(bytes, 4096));
+    const device_buffer<std::byte> from(size, "a copy"), to(size, "a copy");
+    time_mark begin, end;
+    double best = 0;
+    for (int lap = 0; lap < 10; ++lap) {
+      flush_caches();
+      begin.set({});
+      copy_async(to.get(), from.get(), size, {});
+      end.set({});
+      wait_for({});
+      best = std::max(best, 2e6 * static_cast<double>(size) / end.since(begin));
+    }
+    return best;
+  }
   std::unique_ptr<device_cache> make_cache(const cache_shape& shape, const storage_format& format,
                                            const device_rules& rules) override {
     const std::string lacks = device_lacks(shape, format);
@@ -336,7 +360,9 @@ class device_of_kernels : public compute_device {
   }
 
  private:
+  static constexpr std::size_t cache_bytes = std::size_t{256} << 20;  // more than any second level
   std::string name_;
+  std::unique_ptr<device_buffer<std::byte>> other_;
 };
 
 }  // namespace kvreplay::kernels::device

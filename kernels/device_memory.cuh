@@ -51,6 +51,9 @@ inline void copy_async(void* to, const void* from, std::size_t bytes, simt::stre
   if (bytes == 0) return;
   require(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream), "copy");
 }
+inline void fill_async(void* p, std::size_t bytes, simt::stream_type stream) {
+  require(cudaMemsetAsync(p, 1, bytes, stream), "fill");
+}
 inline void wait_for(simt::stream_type stream) {
   require(cudaStreamSynchronize(stream), "the device");
 }
@@ -106,6 +109,8 @@ inline void release_pinned(void* p) { ::operator delete (p, std::align_val_t{256
 inline void copy_async(void* to, const void* from, std::size_t bytes, simt::stream_type) {
   if (bytes > 0) std::memcpy(to, from, bytes);
 }
+// What the host's caches hold is no matter of the emulator's.
+inline void fill_async(void*, std::size_t, simt::stream_type) {}
 inline void wait_for(simt::stream_type) {}
 inline simt::stream_type open_stream() { return {}; }
 inline void close_stream(simt::stream_type) {}

@@ -19,7 +19,7 @@ namespace {
 
 std::string rate(double bytes_per_s) { return fmt::format("{:.1f} GB/s", bytes_per_s * 1e-9); }
 
-void print_timing(const reports::report& report) {
+void print_timing(const reports::report& report, bool on_device) {
   reports::table_options options;
   options.width = 120;
   options.labels = labels_of(report.runs);
@@ -35,10 +35,12 @@ void print_timing(const reports::report& report) {
   options.footer = note_lines(report.runs, options.labels);
   for (const auto& row : report.runs) {
     if (row.status != "ok") continue;
-    options.footer.push_back(fmt::format(
-        "microseconds of a decode step over layers {} and the batch, one core; speedup: over the "
-        "full FP16 cache's mean step; copies from memory reach {}",
-        row.layers, rate(*row.time.memory_copy_bytes_per_s)));
+    options.footer.push_back(
+        fmt::format("microseconds of a decode step over layers {} and the batch, {}; speedup: over "
+                    "the full FP16 "
+                    "cache's mean step; copies from memory reach {}",
+                    row.layers, on_device ? report.tool.device : "one core",
+                    rate(*row.time.memory_copy_bytes_per_s)));
     break;
   }
   fmt::print("{}", reports::to_table(report.runs, options));
@@ -47,7 +49,7 @@ void print_timing(const reports::report& report) {
 }  // namespace
 
 int run_time(const common_options& common, const time_command& command) {
-  require_cpu(common.device, "time");
+  const auto device = choose_device(common.device);
   std::vector<policies::policy> policies;
   for (const auto& spec : command.policies) policies.push_back(policies::parse_policy(spec));
   for (const auto& path : command.outputs) {
@@ -57,8 +59,9 @@ int run_time(const common_options& common, const time_command& command) {
   timing_options options;
   options.batch = command.batch;
   options.repeat = command.repeat;
+  options.device = device.get();
   reports::report report;
-  report.tool = {version_number(), revision_text(), "cpu",
+  report.tool = {version_number(), revision_text(), device_name(device.get()),
                  hdf5_text(),      cuda_text(),     common.command_line,
                  compiler_text(),  cpu_text(),      1};
   const traces::reader trace(command.trace);
@@ -69,7 +72,7 @@ int run_time(const common_options& common, const time_command& command) {
     std::move(rows.begin(), rows.end(), std::back_inserter(report.runs));
   }
   for (const auto& path : command.outputs) write_report(path, report);
-  print_timing(report);
+  print_timing(report, device != nullptr);
   const bool failed = std::any_of(report.runs.begin(), report.runs.end(),
                                   [](const auto& row) { return row.status != "ok"; });
   return failed ? exit_failed : exit_ok;

@@ -7,6 +7,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/device_cache.hpp"
@@ -42,6 +43,9 @@ class device_lane {
   // After the last block: the entries come back, aged as after `last_step`.
   void finish(int slot, std::int64_t last_step);
 
+  // As device_cache's.
+  void time_kernels(kernels::kernel_clock clock) { cache_->time_kernels(std::move(clock)); }
+  void synchronise() { cache_->synchronise(); }
   std::int64_t reserved_bytes() const { return cache_->reserved_bytes(); }
 
  private:

@@ -2,6 +2,8 @@
 #include <doctest/doctest.h>
 
 #include <cmath>
+#include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -111,6 +113,42 @@ TEST_CASE("a short prompt: channel scales come from the first ageing, as on the 
       check_same(there[i], host[i]);
     }
   }
+}
+
+// A device that has no room.
+class full_device : public kernels::compute_device {
+ public:
+  std::string name() const override { return "full"; }
+  void flush_caches() override {}
+  double copy_bandwidth(std::int64_t) override { return 1; }
+  std::unique_ptr<kernels::device_cache> make_cache(const kernels::cache_shape&,
+                                                    const kernels::storage_format&,
+                                                    const kernels::device_rules&) override {
+    throw std::runtime_error("the cache of a layer needs 20 MiB, the device has 3 MiB free");
+  }
+};
+
+TEST_CASE("a lane that the device has no room for is a failed row beside the others") {
+  full_device device;
+  const traces::reader trace(testdata("traces", "sinks.h5"));
+  const auto rows = run(trace, {"window:budget=12", "window:budget=12+paged:page=16"}, &device);
+  CHECK(rows[0].row.status == "failed");
+  CHECK(rows[0].row.note.find("the device has 3 MiB free") != std::string::npos);
+  CHECK(rows[1].row.status == "ok");
+}
+
+TEST_CASE("bytes alone are the host's too") {
+  const auto device = kernels::open_emulated_device();
+  const traces::reader trace(testdata("traces", "sinks.h5"));
+  const std::vector policies{policies::parse_policy("tova:budget=12+int8:window=6")};
+  open_loop_options options;
+  options.quality = false;
+  const auto host = replay_open(trace, 0, policies, options);
+  options.device = device.get();
+  const auto there = replay_open(trace, 0, policies, options);
+  CHECK(there[0].row.memory.mean_bytes == host[0].row.memory.mean_bytes);
+  CHECK(there[0].row.memory.final_bytes == host[0].row.memory.final_bytes);
+  CHECK(there[0].row.events.evicted == host[0].row.events.evicted);
 }
 
 TEST_CASE("what a device cannot run is named") {

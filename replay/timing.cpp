@@ -16,48 +16,10 @@
 #include "replay/bind.hpp"
 #include "replay/layer_data.hpp"
 #include "replay/replay_layer.hpp"
+#include "replay/timing_parts.hpp"
 
 namespace kvreplay::replay {
 namespace {
-
-constexpr std::int64_t fewest_samples = 30;
-constexpr float short_launch_us = 10;
-constexpr std::int64_t memory_bytes = std::int64_t{256} << 20;
-
-// One step of one round, over layers and batch.
-struct step_sample {
-  double append = 0, attend = 0, update_scores = 0, select = 0, age = 0;
-  double bytes = 0;  // that attention must read
-  double total() const { return append + attend + update_scores + select + age; }
-};
-
-struct timed_lane {
-  const policies::policy* policy = nullptr;
-  std::vector<std::uint8_t> tight;
-  std::string failed;
-  // [batch sizes][rounds * decode steps]
-  std::vector<std::vector<step_sample>> samples;
-  std::int64_t launches = 0, short_launches = 0;
-  double entries = 0, bytes = 0;  // summed over layers and steps, one sequence
-  double wall_s = 0;
-};
-
-double percentile(std::vector<double> values, double q) {
-  std::sort(values.begin(), values.end());
-  const auto rank = std::ceil(q * static_cast<double>(values.size()));
-  return values[static_cast<size_t>(std::max(1.0, rank)) - 1];
-}
-
-template <class Field>
-std::vector<double> column(const std::vector<step_sample>& samples, Field field) {
-  std::vector<double> out;
-  for (const auto& s : samples) out.push_back(field(s));
-  return out;
-}
-
-double mean(const std::vector<double>& values) {
-  return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
-}
 
 // How far an output may be from attention over unrounded keys and values, relative in L2: what the
 // stored precision explains, and no more than a wrong kernel would exceed.
@@ -74,13 +36,13 @@ double tolerance_for(const policies::precision_rule& precision) {
 }
 
 // ||o - reference|| / ||reference|| over the heads of the layer, for the entries held.
-double error_of(const kernels::cache_shape& shape, const lane& lane, const layer_data& data,
-                std::int64_t t, const float* o) {
+double error_of(const kernels::cache_shape& shape, const lane& lane, int slot,
+                const layer_data& data, std::int64_t t, const float* o) {
   double error2 = 0, reference2 = 0;
   for (int h = 0; h < shape.q_heads; ++h) {
     const int g = h / shape.group();
     std::vector<double> k, v;
-    for (const auto p : lane.cache().positions(0, g)) {
+    for (const auto p : lane.cache().positions(slot, g)) {
       const float* key = data.k_at(p) + std::int64_t{g} * shape.head_dim;
       const float* value = data.v_at(p) + std::int64_t{g} * shape.value_dim;
       k.insert(k.end(), key, key + shape.head_dim);
@@ -99,6 +61,26 @@ double error_of(const kernels::cache_shape& shape, const lane& lane, const layer
     }
   }
   return reference2 == 0 ? std::sqrt(error2) : std::sqrt(error2 / reference2);
+}
+
+constexpr std::int64_t fewest_samples = 30;
+constexpr std::int64_t memory_bytes = std::int64_t{256} << 20;
+
+double percentile(std::vector<double> values, double q) {
+  std::sort(values.begin(), values.end());
+  const auto rank = std::ceil(q * static_cast<double>(values.size()));
+  return values[static_cast<size_t>(std::max(1.0, rank)) - 1];
+}
+
+template <class Field>
+std::vector<double> column(const std::vector<step_sample>& samples, Field field) {
+  std::vector<double> out;
+  for (const auto& s : samples) out.push_back(field(s));
+  return out;
+}
+
+double mean(const std::vector<double>& values) {
+  return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
 }
 
 class timing_run {
@@ -122,6 +104,10 @@ class timing_run {
              const layer_data& data) const;
   void time_layer(timed_lane& timed, size_t which, const lane& loaded, const layer_data& data);
   reports::result row_for(const timed_lane& timed, size_t which) const;
+  double bandwidth(std::int64_t bytes) const {
+    return options_.device != nullptr ? options_.device->copy_bandwidth(bytes)
+                                      : copy_bandwidth(bytes);
+  }
   layer_block step_of(const layer_data& data, std::int64_t t, float* o) const {
     return {t, 1, data.q_at(t), data.k_at(t), data.v_at(t), o};
   }
@@ -159,7 +145,6 @@ void timing_run::check(timed_lane& timed, lane state, const kernels::cache_shape
                        const layer_data& data) const {
   const std::int64_t steps = info_.n_decode();
   std::vector<float> o(static_cast<size_t>(data.o_width));
-  const double allowed = tolerance_for(timed.policy->precision);
   for (std::int64_t i = 0; i < steps; ++i) {
     const std::int64_t t = info_.n_prompt + i;
     const bool compare = i == 0 || i == steps / 2 || i == steps - 1;
@@ -167,12 +152,7 @@ void timing_run::check(timed_lane& timed, lane state, const kernels::cache_shape
     step_observer observe;
     if (compare) {
       observe = [&](std::int64_t, const float* out, const float*, const step_events&) {
-        const double error = error_of(own, state, data, t, out);
-        if (error <= allowed) return;
-        throw std::runtime_error(fmt::format(
-            "layer {}, step {}: the output differs from double-precision attention over "
-            "the entries held by {:.3g} (relative), expected at most {:.3g}; not timed",
-            data.layer, t, error, allowed));
+        check_output(own, state, 0, data, t, out);
       };
     }
     replay_layer(state, 0, step_of(data, t, o.data()), {&events, 1}, observe);
@@ -269,12 +249,18 @@ reports::result timing_run::row_for(const timed_lane& timed, size_t which) const
   time.attend_bytes_per_s =
       percentile(column(samples, [](const auto& s) { return s.bytes / (s.attend * 1e-6); }), 0.5);
   const double bytes = mean(column(samples, [](const auto& s) { return s.bytes; }));
-  time.copy_bytes_per_s =
-      copy_bandwidth(static_cast<std::int64_t>(bytes / static_cast<double>(model_.layers.size())));
+  // On a device all layers attend together.
+  const double together =
+      options_.device != nullptr ? 1.0 : static_cast<double>(model_.layers.size());
+  time.copy_bytes_per_s = bandwidth(static_cast<std::int64_t>(bytes / together));
   time.memory_copy_bytes_per_s = memory_bandwidth_;
   time.short_launch_share =
       static_cast<double>(timed.short_launches) / static_cast<double>(timed.launches);
   time.compaction_us_mean = mean(select);
+  if (options_.device != nullptr) {
+    time.update_scores_us_p50 = time.age_us_p50 = std::nullopt;
+    row.note = "on the device: attend includes update_scores, append includes age";
+  }
   const auto& full = lanes_.front();
   if (!full.failed.empty()) return row;
   const auto full_step =
@@ -293,8 +279,12 @@ std::vector<reports::result> timing_run::run(std::span<const policies::policy> p
   lanes_[0].policy = &full_;
   for (size_t i = 0; i < policies.size(); ++i) lanes_[i + 1].policy = &policies[i];
   for (auto& lane : lanes_) start(lane);
-  memory_bandwidth_ = copy_bandwidth(memory_bytes);
-  for (const int layer : model_.layers) run_layer(layer);
+  memory_bandwidth_ = bandwidth(memory_bytes);
+  if (options_.device != nullptr) {
+    time_on_device(trace_, info_.id, options_, rounds_, lanes_);
+  } else {
+    for (const int layer : model_.layers) run_layer(layer);
+  }
   std::vector<reports::result> rows;
   for (size_t i = 1; i < lanes_.size(); ++i) {
     for (size_t b = 0; b < options_.batch.size(); ++b) rows.push_back(row_for(lanes_[i], b));
@@ -303,6 +293,17 @@ std::vector<reports::result> timing_run::run(std::span<const policies::policy> p
 }
 
 }  // namespace
+
+void check_output(const kernels::cache_shape& shape, const lane& lane, int slot,
+                  const layer_data& data, std::int64_t t, const float* o) {
+  const double error = error_of(shape, lane, slot, data, t, o);
+  const double allowed = tolerance_for(lane.policy().precision);
+  if (error <= allowed) return;
+  throw std::runtime_error(fmt::format(
+      "layer {}, step {}: the output differs from double-precision attention over the entries held "
+      "by {:.3g} (relative), expected at most {:.3g}; not timed",
+      data.layer, t, error, allowed));
+}
 
 double copy_bandwidth(std::int64_t bytes) {
   using clock = std::chrono::steady_clock;

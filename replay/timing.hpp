@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "kernels/device_cache.hpp"
 #include "policies/policy.hpp"
 #include "reports/result.hpp"
 #include "traces/reader.hpp"
@@ -17,6 +18,9 @@ namespace kvreplay::replay {
 struct timing_options {
   std::vector<int> batch = {1};  // copies of the sequence, each with a cache of its own
   int repeat = 3;                // rounds; more where they give fewer than 30 samples
+  // Null: one core. Else all layers and copies run on it together, its caches cold at every step;
+  // a policy without kernels there is a failed row.
+  kernels::compute_device* device = nullptr;
   std::function<void(std::int64_t done, std::int64_t total)> progress;
 };
 
