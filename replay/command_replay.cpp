@@ -138,9 +138,9 @@ void replay_run::start_outputs() {
 }
 
 int replay_run::run() {
+  device_ = choose_device(common_.device);
   if (ranks_.rank == 0) start_outputs();
   if (command_.resume) journal_rows_ = broadcast_rows(journal_rows_);
-  device_ = choose_device(common_.device);
   report_.tool = {version_number(), revision_text(), device_name(device_.get()),
                   hdf5_text(),      cuda_text(),     common_.command_line,
                   compiler_text(),  cpu_text(),      common_.threads};
