@@ -73,7 +73,7 @@ def visible(
         seen &= j > t - window
     if begin is None:
         return seen[None]
-    return seen[None] & (j[None] >= begin[:, None, None])
+    return seen[None] & (j[None] >= begin.to(device)[:, None, None])
 
 
 def attend(
@@ -110,7 +110,11 @@ def attend(
     if v is not None or column_sum is not None:
         p = scores.sub_(lse[..., None]).exp_().nan_to_num_(0.0)  # rows of padding see nothing
         if column_sum is not None and counted is not None:
-            sums = (p * counted[:, None, None, :, None]).sum(3).reshape(batch, heads, keys)
+            sums = (
+                (p * counted.to(p.device)[:, None, None, :, None])
+                .sum(3)
+                .reshape(batch, heads, keys)
+            )
             end = min(first_key + keys, column_sum.shape[2])
             column_sum[:, :, first_key:end] += sums[..., : max(0, end - first_key)]
         if v is not None:
@@ -181,9 +185,9 @@ def mask_faults(
     expected = expected.index_select(1, chosen)
     wrong = (seen != expected) | bias
     if begin is not None:
-        wrong &= ((first + chosen) >= begin[:, None])[:, :, None]
+        wrong &= ((first + chosen) >= begin.to(mask.device)[:, None])[:, :, None]
     if end is not None:
-        wrong &= ((first + chosen) < end[:, None])[:, :, None]
+        wrong &= ((first + chosen) < end.to(mask.device)[:, None])[:, :, None]
     return wrong.sum()
 
 
@@ -195,5 +199,5 @@ def output_error(
     scalar on the device."""
     difference = (out.float() - o).abs().flatten(1).amax(1)
     if real is not None:
-        difference = difference * real
+        difference = difference * real.to(difference.device)
     return difference.max() / v.abs().amax().float().clamp_min(1e-30)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,22 +123,37 @@ def layer_softcap(module: nn.Module, kwargs: dict[str, Any]) -> float:
 # -- rotation
 
 
-def rotation_pairs(function: Any, dim: int) -> str | None:
-    """Finds out by trying which channels a rotary function pairs: `half` (i with i + dim / 2) or
-    `interleaved` (2i with 2i + 1), in the order in which keys are stored."""
+def _pairs(kept: torch.Tensor, turned: torch.Tensor, dim: int) -> str | None:
+    """From what becomes of every unit vector [dim, dim] turned by nothing and by a right angle."""
+    a, b = kept.abs().argmax(-1), turned.abs().argmax(-1)
+    if torch.equal((a - b).abs(), torch.full_like(a, dim // 2)):
+        return "half"
+    return "interleaved" if torch.equal(a ^ 1, b) else None
+
+
+def rotation_pairs(sources: Sequence[Any], dim: int) -> str | None:
+    """Finds out by trying which channels the rotary functions of a model's file pair: `half` (i
+    with i + dim / 2) or `interleaved` (2i with 2i + 1), in the order in which keys are stored."""
     basis = torch.eye(dim).view(1, 1, dim, dim)  # one position per channel
-    for width in (dim, dim // 2):  # of cos and sin: most models repeat the frequencies
-        ones, zeros = torch.ones(1, dim, width), torch.zeros(1, dim, width)
-        try:
-            kept, _ = function(basis, basis, ones, zeros)
-            turned, _ = function(basis, basis, zeros, ones)
-        except Exception:  # another signature
+    for name in ("apply_rotary_pos_emb", "rotate_half", "rotate_every_two"):
+        function = next((f for m in sources if (f := getattr(m, name, None))), None)
+        if function is None:
             continue
-        a, b = kept[0, 0].abs().argmax(-1), turned[0, 0].abs().argmax(-1)
-        if torch.equal((a - b).abs(), torch.full_like(a, dim // 2)):
-            return "half"
-        if torch.equal(a ^ 1, b):
-            return "interleaved"
+        if name != "apply_rotary_pos_emb":
+            return _pairs(basis[0, 0], function(basis)[0, 0], dim)
+        for tensors in (2, 1):  # q and k, or one of them
+            for width in (dim, dim // 2):  # of cos and sin: most models repeat the frequencies
+                ones, zeros = torch.ones(1, dim, width), torch.zeros(1, dim, width)
+                try:
+                    kept = function(*[basis] * tensors, ones, zeros)
+                    turned = function(*[basis] * tensors, zeros, ones)
+                except Exception:  # another signature
+                    continue
+                if tensors == 2:
+                    kept, turned = kept[0], turned[0]
+                found = _pairs(kept.reshape(-1, dim), turned.reshape(-1, dim), dim)
+                if found is not None:
+                    return found
     return None
 
 
@@ -162,27 +178,31 @@ def _rope_kind(config: Any) -> str:
 def rotation(model: PreTrainedModel, attention: nn.Module, head_dim: int) -> Rotation:
     """How this model rotates its keys, from its rotary module and its rotary function."""
     found = {kind: values.double().cpu().numpy() for kind, values in _frequencies(model).items()}
-    sources = modeling_modules(attention)
-    function = next((f for m in sources if (f := getattr(m, "apply_rotary_pos_emb", None))), None)
-    if not found:
-        if function is not None or any(hasattr(m, "rotate_half") for m in sources):
-            raise RecordError(
-                f"{type(model).__name__}: rotates keys, but no rotary module with an "
-                "inv_freq was found; give rope=('half' or 'interleaved', channels)"
-            )
+    sources, config = modeling_modules(attention), text_config(model)
+    rotates = any(hasattr(m, n) for m in sources for n in ("rotate_half", "rotate_every_two"))
+    if not found and not rotates:
         return Rotation("none", None, None)
     dims = {2 * len(values) for values in found.values()}
+    if not dims:  # frequencies kept in some other way
+        factor = getattr(config, "partial_rotary_factor", None) or 1.0
+        dims = {int(getattr(config, "rotary_dim", None) or head_dim * factor)}
     dim = max(dims)
-    pairs = rotation_pairs(function, dim) if function is not None else None
+    pairs = rotation_pairs(sources, dim)
     if pairs is None:
         raise RecordError(
-            f"{type(model).__name__}: which channels its rotary embedding pairs could "
-            "not be found out; give rope=('half' or 'interleaved', channels)"
+            f"{type(model).__name__}: which channels its rotary embedding pairs could not be "
+            "found out; give rope=('half' or 'interleaved', channels)"
         )
     leading = not hasattr(attention, "qk_rope_head_dim")  # else the rotated channels come last
-    if len(dims) > 1 or dim > head_dim or not leading or _rope_kind(model.config) in CHANGING_ROPE:
+    if (
+        len(dims) > 1
+        or dim > head_dim
+        or not leading
+        or not found
+        or _rope_kind(config) in CHANGING_ROPE
+    ):
         return Rotation(pairs, min(dim, head_dim), None)
-    return Rotation(pairs, dim, _per_layer(text_config(model), found))
+    return Rotation(pairs, dim, _per_layer(config, found))
 
 
 def _per_layer(config: Any, found: dict[str, np.ndarray]) -> np.ndarray | None:

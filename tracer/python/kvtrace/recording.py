@@ -213,6 +213,8 @@ class Recording:
         outputs = None if ids is None else ids.cpu().numpy()
         prompt, pad = (plan.prompt, plan.pad) if plan is not None else (0, None)
         self._give(partial(self._session.end, outputs, prompt, pad))
+        if self._batch.device.type == "cuda":
+            torch.cuda.synchronize(self._batch.device)  # for an honest time
         self._seconds += time.perf_counter() - self._batch_start
         self._batch = None
 
@@ -229,11 +231,19 @@ class Recording:
                     "needs the token ids"
                 )
             cache = given.get("cache", given.get("past_key_values"))
-            past = int(cache.get_seq_length()) if cache is not None else 0
+            past = self._past(cache)
             size, n = ids.shape
             kept = self._kept(given.get("attention_mask"), past, n)
             batch = self._batch_for(ids, past, kept, given.get("position_ids"))
             self._pass = Pass(ids, n, batch.places(kept, n))
+
+    @staticmethod
+    def _past(cache: Any) -> int:
+        """Positions that a cache holds."""
+        try:
+            return int(cache.get_seq_length()) if cache is not None else 0
+        except ValueError:  # no layer has attended yet, or none ever will
+            return 0
 
     def _kept(self, mask: Any, past: int, n: int) -> np.ndarray | None:
         """[batch, n] bool: which of the pass's rows are no padding; None: all."""

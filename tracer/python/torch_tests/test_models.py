@@ -57,12 +57,16 @@ class ModelsTest(Case):
             "gemma3": dict(rope="half", rope_dim=16, softmax_scale=20**-0.5, window=[16, 0, 16]),
             "gpt_oss": dict(rope="half", rope_dim=16, softmax_scale=0.25, window=[16, 0, 16]),
             "gpt2": dict(rope="none", softmax_scale=0.25, window=[0, 0, 0]),
+            "gptj": dict(rope="interleaved", rope_dim=8, softmax_scale=0.25, window=[0, 0, 0]),
             "phi": dict(rope="half", rope_dim=8, softmax_scale=0.25, window=[0, 0, 0]),
             "glm": dict(rope="interleaved", rope_dim=8, softmax_scale=0.25, window=[0, 0, 0]),
         }
+        gptj = transformers.GPTJConfig(
+            vocab_size=VOCABULARY, n_embd=64, n_layer=3, n_head=4, rotary_dim=8, eos_token_id=2
+        )
         for name, facts in expected.items():
             with self.subTest(model=name):
-                model = make_model(configs()[name], "eager")
+                model = make_model({**configs(), "gptj": gptj}[name], "eager")
                 kvtrace.teacher_forced(
                     model, make_ids(1, 24)[0], self.path, prompt_length=20, quiet=True
                 )

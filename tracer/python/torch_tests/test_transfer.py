@@ -1,8 +1,10 @@
 """The way to the host: the same code for a device, with a lane whose copies finish late."""
 
+import contextlib
 import threading
 import time
 import unittest
+from unittest import mock
 
 import numpy as np
 import torch
@@ -11,7 +13,7 @@ from support import Case, configs, make_ids, make_model, read
 
 from kvtrace.options import RecordOptions
 from kvtrace.recording import Recording
-from kvtrace.transfer import Transfer
+from kvtrace.transfer import CudaLane, Transfer
 
 
 class LateLane:
@@ -75,6 +77,46 @@ class TransferTest(Case):
 
         with self.assertRaisesRegex(OSError, "has stopped"):
             transfer.send(torch.zeros(1 << 12, dtype=torch.uint8), broken)
+
+    def test_the_side_stream_is_used_in_the_right_order(self) -> None:
+        """The calls of the lane for CUDA, with torch.cuda stood in for: no GPU is needed."""
+        calls: list[str] = []
+
+        class Stream:
+            def __init__(self, device: object) -> None:
+                calls.append("new stream")
+
+            def wait_stream(self, other: object) -> None:
+                calls.append(f"wait for {other}")
+
+        class Event:
+            def record(self, stream: Stream) -> None:
+                calls.append(f"event on {type(stream).__name__}")
+
+            def synchronize(self) -> None:
+                calls.append("synchronize")
+
+        @contextlib.contextmanager
+        def stream(which: Stream):
+            calls.append("enter")
+            yield
+            calls.append("leave")
+
+        class Source(torch.Tensor):
+            def record_stream(self, which: Stream) -> None:
+                calls.append(f"kept for {type(which).__name__}")
+
+        stands = dict(
+            Stream=Stream, Event=Event, stream=stream, current_stream=lambda device: "the model"
+        )
+        with mock.patch.multiple(torch.cuda, **stands):
+            lane, to = CudaLane(), torch.zeros(4)
+            for value in (1.0, 2.0):
+                event = lane.copy(to, torch.full((4,), value).as_subclass(Source))
+                event.synchronize()
+                self.assertEqual(to.tolist(), [value] * 4)
+        once = ["wait for the model", "enter", "event on Stream", "leave", "kept for Stream"]
+        self.assertEqual(calls, ["new stream", *once, "synchronize", *once, "synchronize"])
 
     def test_one_piece_larger_than_the_limit_passes(self) -> None:
         transfer = Transfer(torch.device("cpu"), 1 << 12)
