@@ -12,12 +12,14 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <sstream>
 #include <string>
 #include <vector>
 
 #include "replay/test_program.hpp"
 #include "replay/test_support.hpp"
+#include "reports/html.hpp"
 #include "reports/json.hpp"
 #include "traces/reader.hpp"
 #include "traces/writer.hpp"
@@ -27,7 +29,8 @@ namespace {
 
 TEST_CASE("help, version and the catalogue") {
   temporary_folder folder;
-  for (const std::string sub : {"", "record ", "synth ", "inspect ", "policies ", "replay "}) {
+  for (const std::string sub :
+       {"", "record ", "synth ", "inspect ", "policies ", "replay ", "report "}) {
     const auto help = run(folder, sub + "--help");
     CHECK(help.code == 0);
     CHECK(help.out.find("--help") != std::string::npos);
@@ -53,6 +56,8 @@ TEST_CASE("usage errors are one line and exit code 2") {
       "record --model x --tokens y -o z.h5",
       "record --model x --tokens y -o z.h5 --generate 4 --prompt-length 3",
       "record --model x --tokens y -o z.h5 --generate 4 --attention every=0",
+      "report",
+      "report r.json -o r.pdf",
       "policies confvk"};
   for (const char* rest : {"windw:budget=4",    "window:budgt=4",
                            "window:budget=-1",  "confkv:tau=-.5",
@@ -183,6 +188,91 @@ TEST_CASE("step, head and kept files have the documented headers and every row")
   const auto kept = slurp(folder / "k.csv");
   const auto last = kept.rfind(',');
   CHECK(std::count(kept.begin() + static_cast<std::ptrdiff_t>(last), kept.end(), ' ') == 7);
+}
+
+TEST_CASE("what charts need stands in the results file, as in the detailed files") {
+  temporary_folder folder;
+  const auto t = small_trace(folder);
+  const auto result = run(folder, "replay " + t +
+                                      " -p full -p h2o:budget=8 -p confkv:tau=q0.5,high=8,low=16,"
+                                      "recent=4 --skip 3 --steps " +
+                                      (folder / "s.csv") + " --heads " + (folder / "h.csv") +
+                                      " -o " + (folder / "r.json") + " -o " + (folder / "r.csv"));
+  REQUIRE_MESSAGE(result.code == 0, result.err);
+  const auto report = reports::read_json(slurp(folder / "r.json"), "r.json");
+  std::istringstream steps(slurp(folder / "s.csv")), heads(slurp(folder / "h.csv"));
+  std::string line;
+  std::getline(steps, line);
+  std::getline(heads, line);
+  const auto field = [](const std::string& text, int which) {
+    std::istringstream in(text);
+    std::string out;
+    // The policy is quoted where it holds commas: counted from the end.
+    std::vector<std::string> fields;
+    while (std::getline(in, out, ',')) fields.push_back(out);
+    return fields[fields.size() - static_cast<size_t>(which)];
+  };
+  for (const auto& row : report.runs) {
+    REQUIRE(row.details);
+    const auto& bytes = row.details->series.at("bytes");
+    CHECK(bytes.step.front() == 40);
+    CHECK(bytes.step.back() == 79);
+    for (int i = 0; i < 40; ++i) {
+      std::getline(steps, line);
+      const auto at = std::find(bytes.step.begin(), bytes.step.end(), std::stoll(field(line, 7)));
+      if (at == bytes.step.end()) continue;  // on a straight line
+      CHECK(bytes.value[static_cast<size_t>(at - bytes.step.begin())] ==
+            doctest::Approx(std::stod(field(line, 6))));
+    }
+    const auto& map = row.details->heads.value();
+    CHECK(map.layers == std::vector<int>{0, 1});
+    CHECK(map.kv_heads == 3);
+    for (size_t i = 0; i < 6; ++i) {
+      std::getline(heads, line);
+      CHECK(map.entries[i].value() == doctest::Approx(std::stod(field(line, 3))).epsilon(1e-4));
+      CHECK(map.attention_recall[i].value() ==
+            doctest::Approx(std::stod(field(line, 2))).epsilon(1e-4));
+      CHECK(map.output_rel_l2[i].value() ==
+            doctest::Approx(std::stod(field(line, 1))).epsilon(1e-4));
+    }
+    const auto& counts = row.details->confidence_histogram;
+    CHECK(std::accumulate(counts.begin(), counts.end(), std::int64_t{0}) == 37);
+    CHECK(row.confidence.tau.has_value() == (row.name == "confkv"));
+  }
+  CHECK(report.runs[0].details->series.at("full_bytes").value ==
+        report.runs[0].details->series.at("bytes").value);
+  CHECK_FALSE(report.runs[0].details->series.contains("budget"));
+  CHECK(report.runs[1].details->series.at("budget") == reports::point_series{{40, 79}, {8, 8}});
+}
+
+TEST_CASE("a page of several results files, or why there is none") {
+  temporary_folder folder;
+  const auto t = small_trace(folder);
+  const auto r = folder / "r.json", page = folder / "r.html";
+  const auto direct =
+      run(folder, "replay " + t + " -p full -p h2o:budget=8 -o " + r + " -o " + page);
+  if (!reports::page_unavailable().empty()) {
+    CHECK(direct.code == 1);
+    CHECK(direct.err.find("libjs-chart.js") != std::string::npos);
+    return;
+  }
+  REQUIRE_MESSAGE(direct.code == 0, direct.err);
+  CHECK(slurp(page).starts_with("<!DOCTYPE html>"));
+  const auto times = folder / "t.json";
+  REQUIRE(run(folder, "time " + t + " -p full --repeat 1 -o " + times).code == 0);
+  const auto both = run(folder, "report " + r + " " + times + " -o " + page);
+  REQUIRE_MESSAGE(both.code == 0, both.err);
+  CHECK(both.out.find("3 rows") != std::string::npos);
+  CHECK(slurp(page).find("\"count\":3") != std::string::npos);
+  std::ofstream(folder / "bad.json") << "{\"schema\": \"kvreplay.results/1\", \"runs\": [{}]}";
+  for (const char* name : {"bad.json", "absent.json", "."}) {
+    const auto bad =
+        run(folder, "report " + r + " " + (folder / name) + " -o " + (folder / "x.html"));
+    CHECK(bad.code == 1);
+    CHECK_MESSAGE(one_line(bad.err), bad.err);
+    CHECK(bad.err.find(name) != std::string::npos);
+    CHECK_FALSE(std::filesystem::exists(folder / "x.html"));
+  }
 }
 
 TEST_CASE("an output that cannot be written is said before the run; an old file stays") {

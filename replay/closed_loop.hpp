@@ -22,6 +22,7 @@ struct closed_loop_options {
   std::int64_t skip = 0;     // decode steps left out of the metrics
   bool per_step = false;     // fill lane_output::steps
   bool kept = false;         // fill lane_output::dropped
+  bool details = false;      // fill row.details, but for its heads
   std::function<void(std::int64_t done, std::int64_t total)> progress;  // from one thread at a time
 };
 

@@ -54,6 +54,8 @@ class closed_loop_pass {
                          std::span<const logit_score> scores, reports::result& row) const;
   void finish_steps(const lane_measures& measures, std::span<const logit_score> scores,
                     lane_output& out) const;
+  void finish_details(const lane_measures& measures, std::span<const logit_score> scores,
+                      std::span<const std::int64_t> full, reports::result& row) const;
   lane_measures full_measures() const;
   std::vector<std::vector<dropped_positions>> full_dropped() const;
 

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "replay/closed_loop_pass.hpp"
+#include "replay/row_details.hpp"
 #include "reports/bootstrap.hpp"
 
 namespace kvreplay::replay {
@@ -107,6 +108,7 @@ void closed_loop_pass::finish_memory(const closed_lane* lane, lane_output& out) 
     row.memory.final_bytes = static_cast<double>(full_bytes(shape_, info_.n_tokens));
     if (options_.kept) out.dropped = full_dropped();
     finish_steps(measures, full_scores_, out);
+    finish_details(measures, full_scores_, full, row);
     return;
   }
   context.loose_entries =
@@ -123,6 +125,15 @@ void closed_loop_pass::finish_memory(const closed_lane* lane, lane_output& out) 
   }
   out.dropped = lane->kept().dropped();
   finish_steps(lane->measures(), lane->scores(), out);
+  finish_details(lane->measures(), lane->scores(), full, row);
+}
+
+void closed_loop_pass::finish_details(const lane_measures& measures, scores_span scores,
+                                      std::span<const std::int64_t> full,
+                                      reports::result& row) const {
+  if (!options_.details || scores.empty()) return;
+  const auto c = column(scores.subspan(1), [](const auto& s) { return s.confidence; });
+  row.details = step_details(measures, shape_.kv_heads, info_, full, c, options_.skip);
 }
 
 // NLL over the positions P .. T-2, whose next token is known; KL and top-1 over P .. T-1.
@@ -176,6 +187,7 @@ void closed_loop_pass::finish_confidence(const policies::policy& policy, double 
   if (!policy.budget.gated) return;
   const auto low = std::count_if(c.begin(), c.end(), [&](double x) { return x < tau; });
   row.confidence.low_share = static_cast<double>(low) / static_cast<double>(c.size());
+  row.confidence.tau = tau;
 }
 
 void closed_loop_pass::finish_steps(const lane_measures& m, scores_span scores,

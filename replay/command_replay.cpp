@@ -225,6 +225,7 @@ void replay_run::run_sequence(const traces::reader& trace, int sequence) {
   options.per_step = !command_.steps_file.empty();
   options.per_head = !command_.heads_file.empty();
   options.kept = !command_.kept_file.empty();
+  options.details = wants_details(command_.outputs);
   const auto matches = matched(trace, sequence, options);
   std::vector<std::vector<reports::result>> rows;
   for (const auto& mode : modes_) rows.push_back(run_mode(mode, trace, sequence, matches, options));
@@ -308,6 +309,7 @@ std::vector<lane_output> replay_run::run_policies(const std::string& mode,
   loop.skip = options.skip;
   loop.per_step = options.per_step;
   loop.kept = options.kept;
+  loop.details = options.details;
   loop.progress = options.progress;
   auto lanes = replay_closed(trace, sequence, *model_, todo, loop);
   for (auto& lane : lanes) {
@@ -326,7 +328,7 @@ std::vector<matched_policy> replay_run::matched(const traces::reader& trace, int
   double bytes = target_->bytes;
   if (target_->policy) {
     auto light = options;
-    light.quality = light.per_step = light.per_head = light.kept = false;
+    light.quality = light.per_step = light.per_head = light.kept = light.details = false;
     const auto rows = replay_open(trace, sequence, {&*target_->policy, 1}, light);
     if (rows[0].row.status != "ok") {
       throw traces::trace_error(

@@ -22,6 +22,8 @@ namespace kvreplay::replay {
 namespace {
 
 constexpr std::size_t most_table_rows = 40;
+// Each row in the journal carries what charts need, about 20 KB; longer sweeps do without.
+constexpr std::ptrdiff_t most_detailed_points = 512;
 
 struct shard {
   int index = 0, of = 1;
@@ -53,7 +55,7 @@ class sweep_command_run {
   int run();
 
  private:
-  sweep_options options_for_sweep();
+  sweep_options options_for_sweep(bool details);
   void write(std::vector<reports::result> rows) const;
   void print(const std::vector<reports::result>& rows) const;
 
@@ -66,13 +68,14 @@ class sweep_command_run {
   std::unique_ptr<progress_bar> bar_;
 };
 
-sweep_options sweep_command_run::options_for_sweep() {
+sweep_options sweep_command_run::options_for_sweep(bool details) {
   sweep_options options;
   options.batch_points = command_.batch_points;
   options.recover = command_.recover;
   options.open.bound = !command_.no_bound;
   options.open.skip = command_.skip;
   options.open.device = device_.get();
+  options.open.details = details;
   if (!root_) return options;
   if (!command_.outputs.empty()) {
     const auto& target = command_.outputs.front();
@@ -148,7 +151,9 @@ int sweep_command_run::run() {
                command_.traces.size() == 1 ? "trace" : "traces",
                repeated == 0 ? "" : fmt::format("; {} more are the same as others", repeated));
   }
-  auto rows = sweep(command_.traces, points, options_for_sweep());
+  const bool few = std::ssize(points) * std::ssize(command_.traces) <= most_detailed_points;
+  auto rows =
+      sweep(command_.traces, points, options_for_sweep(few && wants_details(command_.outputs)));
   bar_.reset();
   if (!root_) return exit_ok;
   auto means = reports::aggregate(rows);

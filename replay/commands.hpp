@@ -108,6 +108,12 @@ struct time_command {
 };
 int run_time(const common_options& common, const time_command& command);
 
+struct report_command {
+  std::vector<std::string> results;
+  std::string output;
+};
+int run_report(const report_command& command);
+
 // `kvreplay --version`: version, revision, compiler, HDF5, CUDA, CPU, GPU; several lines.
 std::string version_text();
 

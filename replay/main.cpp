@@ -34,6 +34,7 @@ struct command_line {
   fit_retention_command fit_retention;
   time_command time;
   tune_command tune;
+  report_command report;
 };
 
 void add_common(CLI::App& app, common_options& common) {
@@ -169,7 +170,7 @@ void add_replay(CLI::App& app, command_line& line) {
       ->take_all()
       ->expected(1)
       ->allow_extra_args(false);
-  sub->add_option("-o,--output", c.outputs, "Results file, .json or .csv; may be repeated")
+  sub->add_option("-o,--output", c.outputs, "Results file, .json, .csv or .html; may be repeated")
       ->take_all()
       ->expected(1)
       ->allow_extra_args(false);
@@ -213,7 +214,7 @@ void add_sweep(CLI::App& app, command_line& line) {
       ->take_all()
       ->expected(1)
       ->allow_extra_args(false);
-  sub->add_option("-o,--output", c.outputs, "Results file, .json or .csv; may be repeated")
+  sub->add_option("-o,--output", c.outputs, "Results file, .json, .csv or .html; may be repeated")
       ->take_all()
       ->expected(1)
       ->allow_extra_args(false);
@@ -294,7 +295,7 @@ void add_time(CLI::App& app, command_line& line) {
   sub->add_option("--repeat", c.repeat, "Rounds over the trace; more where it gives few samples")
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
-  sub->add_option("-o,--output", c.outputs, "Results file, .json or .csv; may be repeated")
+  sub->add_option("-o,--output", c.outputs, "Results file, .json, .csv or .html; may be repeated")
       ->take_all()
       ->expected(1)
       ->allow_extra_args(false);
@@ -327,7 +328,7 @@ void add_tune(CLI::App& app, command_line& line) {
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
   sub->add_option("--holdout", c.holdout, "Traces that take no part: the best are checked on them");
-  sub->add_option("-o,--output", c.outputs, "Results file, .json or .csv; may be repeated")
+  sub->add_option("-o,--output", c.outputs, "Results file, .json, .csv or .html; may be repeated")
       ->take_all()
       ->expected(1)
       ->allow_extra_args(false);
@@ -336,6 +337,14 @@ void add_tune(CLI::App& app, command_line& line) {
       "--max-ratio 0.25 --holdout c.h5");
   add_common(*sub, line.common);
   add_device(*sub, line.common);
+}
+
+void add_report(CLI::App& app, command_line& line) {
+  auto& c = line.report;
+  auto* sub = app.add_subcommand("report", "One HTML page of results files: table and charts");
+  sub->add_option("results", c.results, "Results files, .json")->required();
+  sub->add_option("-o,--output", c.output, "The page to write, .html")->required();
+  sub->footer("Example:\n  kvreplay report window.json h2o.json times.json -o report.html");
 }
 
 int dispatch(const CLI::App& app, const command_line& line) {
@@ -350,6 +359,7 @@ int dispatch(const CLI::App& app, const command_line& line) {
   if (app.got_subcommand("fit-retention")) {
     return run_fit_retention(line.common, line.fit_retention);
   }
+  if (app.got_subcommand("report")) return run_report(line.report);
   if (app.got_subcommand("time")) return run_time(line.common, line.time);
   return run_replay(line.common, line.replay);
 }
@@ -462,6 +472,7 @@ int parse_and_run(int argc, char** argv) {
   add_fit_retention(app, line);
   add_time(app, line);
   add_tune(app, line);
+  add_report(app, line);
   add_config(app);
   try {
     app.parse(argc, argv);

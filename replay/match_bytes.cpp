@@ -161,7 +161,8 @@ std::vector<matched_policy> match_bytes(const traces::reader& trace, int sequenc
     searches[i].result.note = "no budget to match";
   }
   open_loop_options light = options;
-  light.quality = light.bound = light.per_step = light.per_head = light.kept = false;
+  light.quality = light.bound = light.per_step = light.per_head = light.kept = light.details =
+      false;
   for (int round = 0; round < most_rounds; ++round) {
     std::vector<size_t> open;
     std::vector<policies::policy> batch;

@@ -27,6 +27,7 @@ struct open_loop_options {
   bool per_step = false;     // fill lane_output::steps
   bool per_head = false;     // fill lane_output::heads
   bool kept = false;         // fill lane_output::dropped
+  bool details = false;      // fill row.details
   // Runs the policies that it can; the others run on the host, and their note says so.
   kernels::compute_device* device = nullptr;
   std::function<void(std::int64_t done, std::int64_t total)> progress;  // from one thread at a time

@@ -7,6 +7,7 @@
 
 #include "replay/open_loop_pass.hpp"
 #include "replay/row_basics.hpp"
+#include "replay/row_details.hpp"
 
 namespace kvreplay::replay {
 namespace {
@@ -62,6 +63,7 @@ void open_loop_pass::finish(const running_lane& lane, lane_output& out) const {
       const auto low =
           std::count_if(begin, lane.confidence.end(), [&](double c) { return c < lane.tau; });
       row.confidence.low_share = static_cast<double>(low) / n;
+      row.confidence.tau = lane.tau;
     }
   }
   const double seconds = std::accumulate(lane.seconds.begin(), lane.seconds.end(), 0.0);
@@ -84,6 +86,15 @@ void open_loop_pass::finish(const running_lane& lane, lane_output& out) const {
   }
   finish_spans(lane, row);
   finish_rows(lane, out);
+  if (options_.details) {
+    const auto c = std::span(lane.confidence);
+    row.details = step_details(lane.measures, model_.n_kv_heads, info_, full,
+                               c.empty() ? c : c.subspan(1), options_.skip);
+    const std::int64_t scored = info_.n_decode() - options_.skip;
+    if (options_.quality && scored > 0) {
+      row.details->heads = head_details(lane.measures, layers_, model_.n_kv_heads, parts_, scored);
+    }
+  }
   out.layers = layers_;
   out.dropped = lane.kept.dropped();
 }

@@ -71,6 +71,7 @@ result merge(const members& rows) {
     }
   });
   out.pareto.reset();
+  out.details.reset();
   out.sequences = static_cast<double>(rows.size());
   return out;
 }

@@ -1,10 +1,10 @@
 // results.json, schema kvreplay.results/1: written and read back.
 //
-// Every key is always written; null is what was not measured. Never NaN or infinity: see finite().
-// Numbers are in a form that gives the same double back; `tokens`, `sequence`, `seed` and `threads`
-// are integers. Texts (keys that come from traces too) are escaped by escape_bytes(controls::keep)
-// of text.hpp, which the reader undoes. < > & and the line separators U+2028, U+2029 are written as
-// \uNNNN, so that the file can stand inside an HTML page as it is.
+// Every key but `details` is always written; null is what was not measured. Never NaN or infinity:
+// see finite(). Numbers are in a form that gives the same double back; `tokens`, `sequence`, `seed`
+// and `threads` are integers. Texts (keys that come from traces too) are escaped by
+// escape_bytes(controls::keep) of text.hpp, which the reader undoes. < > & and the line separators
+// U+2028, U+2029 are written as \uNNNN, so that the file can stand inside an HTML page as it is.
 #pragma once
 
 #include <string>

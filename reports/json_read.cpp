@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "reports/details_json.hpp"
 #include "reports/json.hpp"
 #include "reports/text.hpp"
 
@@ -166,6 +167,9 @@ result read_row(const json& value, const std::string& where) {
     read_section(row, name, out);
   }
   read_intervals(row, out);
+  if (const json* found = row.find("details")) {
+    out.details = detail::details_from_json(*found, row.path("details"));
+  }
   row.refuse_unknown();
   return out;
 }

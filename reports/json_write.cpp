@@ -1,5 +1,7 @@
 #include <nlohmann/json.hpp>
 
+#include "reports/details_json.hpp"
+#include "reports/html_data.hpp"
 #include "reports/json.hpp"
 #include "reports/text.hpp"
 
@@ -50,6 +52,7 @@ json row(const result& given) {
     out[section] = values;
     if (section == "quality") out["quality_ci"] = intervals;
   }
+  if (r.details) out["details"] = detail::details_to_json(*r.details);
   return out;
 }
 
@@ -59,24 +62,21 @@ json tool(const tool_info& t) {
           {"command", text(t.command)}, {"compiler", text(t.compiler)}, {"cpu", text(t.cpu)}};
 }
 
-// These characters stand only inside strings of a JSON text, so they can be replaced anywhere.
-std::string safe_in_html(const std::string& dumped) {
+// Keys of a row one a line, but `details`, which are long lists, on one.
+std::string indented_row(json row) {
+  std::string details;
+  if (const auto found = row.find("details"); found != row.end()) {
+    details = found->dump();
+    row.erase(found);
+  }
   std::string out;
-  out.reserve(dumped.size());
-  for (std::size_t i = 0; i < dumped.size(); ++i) {
-    const std::string_view here(dumped.data() + i, std::min<std::size_t>(3, dumped.size() - i));
-    if (here == "\u2028" || here == "\u2029") {
-      out += here == "\u2028" ? "\\u2028" : "\\u2029";
-      i += 2;
-    } else if (dumped[i] == '<') {
-      out += "\\u003c";
-    } else if (dumped[i] == '>') {
-      out += "\\u003e";
-    } else if (dumped[i] == '&') {
-      out += "\\u0026";
-    } else {
-      out += dumped[i];
-    }
+  for (const char c : row.dump(1)) {
+    out += c;
+    if (c == '\n') out += "  ";
+  }
+  if (!details.empty()) {
+    out.resize(out.size() - 4);  // "\n  }"
+    out += ",\n   \"details\": " + details + "\n  }";
   }
   return out;
 }
@@ -84,12 +84,18 @@ std::string safe_in_html(const std::string& dumped) {
 }  // namespace
 
 std::string to_json(const report& r) {
-  json runs = json::array();
-  for (const result& run : r.runs) runs.push_back(row(run));
-  const json all = {{"schema", results_schema}, {"tool", tool(r.tool)}, {"runs", std::move(runs)}};
-  return safe_in_html(all.dump(1)) + "\n";
+  const json all = {{"schema", results_schema}, {"tool", tool(r.tool)}};
+  std::string out = all.dump(1);
+  out.resize(out.size() - 2);  // "\n}"
+  out += ",\n \"runs\": [";
+  for (std::size_t i = 0; i < r.runs.size(); ++i) {
+    out += i > 0 ? ",\n  " : "\n  ";
+    out += indented_row(row(r.runs[i]));
+  }
+  out += r.runs.empty() ? "]\n}" : "\n ]\n}";
+  return detail::safe_in_html(out) + "\n";
 }
 
-std::string to_json_line(const result& r) { return safe_in_html(row(r).dump()); }
+std::string to_json_line(const result& r) { return detail::safe_in_html(row(r).dump()); }
 
 }  // namespace kvreplay::reports

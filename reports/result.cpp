@@ -84,6 +84,23 @@ void compare_texts(const result& a, const result& b, const std::string& where,
   }
 }
 
+// The first part that differs is named: the rest follows from it.
+void compare_details(const result& a, const result& b, const std::string& where,
+                     std::vector<std::string>& out) {
+  if (!a.details || !b.details) return;
+  const row_details &l = *a.details, &r = *b.details;
+  const auto check = [&](const char* name, bool same_part) {
+    if (!same_part) out.push_back(fmt::format("{}details.{}: differ", where, name));
+  };
+  // A trimmed row has the needle alone.
+  if (!l.series.empty() && !r.series.empty()) {
+    check("series", l.series == r.series);
+    check("confidence_histogram", l.confidence_histogram == r.confidence_histogram);
+    check("heads", l.heads == r.heads);
+  }
+  check("needle", l.needle == r.needle);
+}
+
 }  // namespace
 
 result finite(const result& r) {
@@ -102,6 +119,7 @@ result finite(const result& r) {
     name_field("quality_ci." + name, std::isfinite(ends.first) ? ends.second : ends.first);
     out.quality_ci.erase(name);
   }
+  if (out.details) drop_non_finite(*out.details);
   if (!fields.empty()) out.note += (out.note.empty() ? "" : "; ") + fields;
   return out;
 }
@@ -117,6 +135,7 @@ std::vector<std::string> differences(const report& a, const report& b) {
         fmt::format("run {} ({}, {}, sequence {}): ", i, show(l.policy), show(l.trace), l.sequence);
     compare_texts(l, r, where, out);
     compare_numbers(l, r, where, out);
+    compare_details(l, r, where, out);
   }
   return out;
 }

@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "reports/details.hpp"
+
 namespace kvreplay::reports {
 
 using maybe = std::optional<double>;
@@ -56,7 +58,7 @@ struct result {
   std::map<std::string, std::pair<double, double>> quality_ci;  // 95 %
 
   struct {
-    maybe mean, low_share, loose_share;
+    maybe mean, low_share, loose_share, tau;
   } confidence;
   struct {
     maybe evicted, selections, quantised, requantised, clipped, kept_turnover, passes;
@@ -75,6 +77,9 @@ struct result {
   // sweep and tune. pareto: 1 where no other row is better in both bytes and the chosen quality.
   // sequences: how many rows an aggregated row (sequence -1) is the mean of.
   maybe pareto, sequences;
+
+  // What charts are drawn from; rows may lack it.
+  std::optional<row_details> details;
 };
 
 struct tool_info {
@@ -96,11 +101,12 @@ template <typename Result, typename Visitor>
 void for_each_number(Result& r, Visitor&& visit);
 
 // A copy in which every number is finite: others are emptied (intervals: left out) and named in
-// `note`. What every writer of this folder writes.
+// `note`; of `details` they are left out. What every writer of this folder writes.
 result finite(const result& r);
 
 // Differences in anything but `time` and `tool`; empty = equal. Used by every test that says "the
-// same output". Texts name run and field.
+// same output". Texts name run and field. `details` are compared where both rows have them: files
+// may leave them out.
 std::vector<std::string> differences(const report& a, const report& b);
 
 }  // namespace kvreplay::reports

@@ -98,9 +98,12 @@ void for_each_number(Result& r, Visitor&& visit) {
   detail::visit_memory<number>(r.memory, visit);
   detail::visit_quality<number>(r.quality, visit);
   auto& c = r.confidence;
-  detail::visit_all<number>(
-      "confidence",
-      {{"mean", &c.mean}, {"low_share", &c.low_share}, {"loose_share", &c.loose_share}}, visit);
+  detail::visit_all<number>("confidence",
+                            {{"mean", &c.mean},
+                             {"low_share", &c.low_share},
+                             {"loose_share", &c.loose_share},
+                             {"tau", &c.tau}},
+                            visit);
   auto& e = r.events;
   detail::visit_all<number>("events",
                             {{"evicted", &e.evicted},

@@ -2,7 +2,7 @@
 # Installs what building needs from Debian's packages, without a question. Sourced or run by
 # demo.sh and test.sh; does nothing where everything is there.
 #   scripts/install.sh build        compiler, CMake, libraries
-#   scripts/install.sh build test   also clang-format and a Python that can make environments
+#   scripts/install.sh build test   also clang-format, a Python that can make environments, and Chromium
 set -euo pipefail
 
 packages=()
@@ -10,8 +10,9 @@ for part in "$@"; do
   case "$part" in
     build) packages+=(g++ cmake ninja-build git libhdf5-dev libcli11-dev libfmt-dev
              nlohmann-json3-dev libopenblas-dev libtbb-dev libopenmpi-dev openmpi-bin doctest-dev
-             libbenchmark-dev) ;;
-    test) packages+=(clang-format python3 python3-venv) ;;
+             libbenchmark-dev libjs-chart.js) ;;
+    test) packages+=(clang-format python3 python3-venv)
+          [ "${KVREPLAY_SKIP_CHROMIUM:-0}" = 1 ] || packages+=(chromium) ;;
     text) packages+=(jargon-text) ;;
     *) echo "install.sh: unknown part $part" >&2; exit 2 ;;
   esac

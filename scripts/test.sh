@@ -3,13 +3,15 @@
 # warnings as errors, run the tests under the sanitizers and in the release build.
 #
 # Environment: KVREPLAY_SKIP_ASAN=1 leaves the sanitizer build out; KVREPLAY_SKIP_REAL_MODEL=1 the
-# tests on SmolLM2. KVREPLAY_TORCH=1 makes the PyTorch environment that the tests of kvtrace need
-# (6 GB, in KVREPLAY_TORCH_VENV or the user's cache folder); where it exists they run by default, and
+# tests on SmolLM2; KVREPLAY_SKIP_CHROMIUM=1 the test of the report's page in a browser.
+# KVREPLAY_TORCH=1 makes the PyTorch environment that the tests of kvtrace need (6 GB, in
+# KVREPLAY_TORCH_VENV or the user's cache folder); where it exists they run by default, and
 # KVREPLAY_TORCH=0 leaves them out. Each says so.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 scripts/install.sh build test
+[ "${KVREPLAY_SKIP_CHROMIUM:-0}" = 0 ] || echo "SKIPPED by KVREPLAY_SKIP_CHROMIUM: the page in a browser"
 
 echo "== format"
 git ls-files '*.cpp' '*.hpp' '*.cc' '*.cu' '*.cuh' | xargs -r clang-format --dry-run --Werror
