@@ -112,6 +112,7 @@ std::vector<reports::result> tune_command_run::evaluate(std::span<const std::str
   sweep_options options;
   options.open.bound = false;
   options.open.device = device_.get();
+  options.open.details = wants_details(command_.outputs);
   // Under several ranks a batch is dealt out; alone it shares one pass.
   options.batch_points = std::max<std::int64_t>(1, std::ssize(specs) / this_rank().size);
   if (share < 1) {

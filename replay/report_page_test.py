@@ -257,6 +257,19 @@ class Page(unittest.TestCase):
         self.browser.js("document.getElementById('last-page').click()")
         self.assertIn("9976 to 10000 of 10000", self.browser.js("document.getElementById('page-text').textContent"))
 
+    def test_means_come_first_and_their_sequences_are_drawn(self):
+        saw = {"series": {"bytes": {"step": [100, 120, 121, 149], "value": [1, 9, 1, 9]}}}
+        rows = [row(f"h2o:budget={b}", 1000.0 * b, 0.1 * b + s / 50, sequence=s, **({"details": saw} if s >= 0 else {}))
+                for b in (1, 2) for s in (0, 1, -1)]
+        write(self.here / "means.json", rows + [row("full", 5000.0, 0.0, trace="other.h5")])
+        self.open(self.report("means.html", "means.json"))
+        self.assertEqual([n.lstrip("\u25C6\u00a0") for n in self.column(1)], ["h2o:budget=1", "h2o:budget=2", "full"])
+        self.browser.js("kv.choose(kv.allRows.find(kv.isMean))")
+        self.browser.settle()
+        self.assertIn("h2o:budget=1 (sequence 0, open)", self.browser.js("Chart.getChart('steps').data.datasets.map(d => d.label)"))
+        self.filter("")
+        self.assertEqual(len(self.column(1)), 7)
+
     def test_what_cannot_be_drawn_is_named(self):
         write(self.here / "bare.json", [row("full", 1000.0, 0.0), row("h2o:budget=8", 1.0, 0.5, status="failed", note="a reason")])
         self.open(self.report("bare.html", "bare.json"))

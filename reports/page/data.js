@@ -25,7 +25,11 @@ const kv = {};
   // Rows of one group stand comparison: the same text, decoded in the same mode.
   kv.groupKey = (row) => JSON.stringify(
     [kv.text("trace", row), kv.text("trace_fingerprint", row), kv.num("sequence", row), kv.text("mode", row)]);
-  kv.groupName = (row) => `${kv.traceName(row)}, sequence ${kv.num("sequence", row)}, ${kv.text("mode", row)}`;
+  // A row of sequence -1 is the mean of its policy's rows.
+  kv.isMean = (row) => kv.num("sequence", row) === -1;
+  kv.sequenceName = (row) => (!kv.isMean(row) ? `sequence ${kv.num("sequence", row)}`
+    : `mean of ${kv.num("sweep.sequences", row) ?? "its"} sequences`);
+  kv.groupName = (row) => `${kv.traceName(row)}, ${kv.sequenceName(row)}, ${kv.text("mode", row)}`;
   kv.distinct = (of, rows) => [...new Set(rows.map(of))];
   kv.allRows = Array.from({ length: kv.count }, (_, i) => i);
 
@@ -74,6 +78,7 @@ const kv = {};
   };
   kv.show = (column, value) => {
     if (value === null || value === undefined) return "";
+    if (column === "sequence" && value === -1) return "mean";
     if (/bytes_per_s$/.test(column)) return `${(value / 1e9).toPrecision(3)} GB/s`;
     return /_bytes$/.test(column) ? kv.bytes(value) : kv.digits(value);
   };
@@ -132,6 +137,16 @@ const kv = {};
     kv.tell("choice");
   };
 
+  // The row itself if it passes the test, else one of the same policy that does: the sequences of a
+  // mean, the open-loop row of a closed-loop one. Null if there is none.
+  kv.standIn = (row, test) => {
+    if (row === null || test(row)) return row;
+    const same = kv.allRows.filter((r) => kv.text("policy", r) === kv.text("policy", row) && test(r));
+    return same.find((r) => kv.text("mode", r) === kv.text("mode", row)) ?? same[0] ?? null;
+  };
+  // For a chart of one row: the one in focus, else the last chosen one that can be drawn.
+  kv.drawnRow = (test) => kv.standIn(kv.focus, test) ?? kv.chosen.findLast(test) ?? null;
+
   const searchText = new Map();
   const words = (row) => {
     if (!searchText.has(row)) {
@@ -159,11 +174,15 @@ const kv = {};
         return value !== null && test(value, limit);
       };
     }
+    if (word === "mean") return (row) => kv.isMean(row) || !averaged.has(policyKey(row));
     if (word === "front") return (row) => kv.frontRows.has(row);
     if (word.length > 1 && word.startsWith("-")) return (row) => !words(row).includes(word.slice(1));
     return (row) => words(row).includes(word);
   };
-  kv.filterText = "";
+  const policyKey = (row) => JSON.stringify([kv.text("policy", row), kv.text("mode", row)]);
+  const averaged = new Set(kv.allRows.filter(kv.isMean).map(policyKey));
+  // Where there are means, they are what a reader asks for first.
+  kv.filterText = averaged.size ? "mean" : "";
   kv.visible = kv.allRows;
   kv.applyFilter = () => {
     const conditions = kv.filterText.toLowerCase().split(/\s+/).filter(Boolean).map(condition);

@@ -91,14 +91,14 @@
     return details;
   };
 
-  const hasHeads = (r) => r !== null && Boolean(kv.details(r).heads);
+  const hasHeads = (r) => Boolean(kv.details(r).heads);
   const drawHeads = () => {
-    const row = hasHeads(kv.focus) ? kv.focus : kv.chosen.find(hasHeads) ?? null;
+    const row = kv.drawnRow(hasHeads);
     const reason = row !== null ? "" : kv.visible.some(hasHeads) ? "choose a row that has details"
       : "no row has numbers per head (results of kvreplay replay -o FILE.json have, of the first rows and those on the Pareto front)";
     if (!kv.showCard("heads", "Layer by head", reason)) return;
     const heads = kv.details(row).heads;
-    kv.at("heads-caption").textContent = `Of ${kv.labels[row]}: means over the scored steps; every column is a layer, every row a KV head.`;
+    kv.at("heads-caption").textContent = `Of ${kv.labels[row]}, ${kv.groupName(row)}: means over the scored steps; every column is a layer, every row a KV head.`;
     const map = (title, cells, show) => ({
       title, show, columnTitle: "layer", rowTitle: "head", columns: heads.layers.map(String),
       rows: Array.from({ length: heads.kv_heads }, (_, h) => String(h)),

@@ -25,31 +25,34 @@
   };
 
   const drawSteps = () => {
-    const rows = kv.chosen.filter((r) => hasSeries(r, "bytes"));
+    const has = (r) => hasSeries(r, "bytes");
+    const pairs = kv.chosen.map((chosen) => ({ chosen, row: kv.standIn(chosen, has) })).filter((p) => p.row !== null);
+    const rows = pairs.map((p) => p.row), focus = pairs.find((p) => p.chosen === kv.focus)?.row ?? null;
     const reason = rows.length ? "" : withDetails("bytes") ? "choose a row that has details" : noDetails;
     if (!kv.showCard("steps", "Memory over the steps", reason)) return;
-    const line = (row) => ({
-      label: kv.shorten(kv.labels[row]), data: points(seriesOf(row, "bytes")), showLine: true, pointRadius: 0, pointStyle: "line",
-      borderColor: kv.chosenColour(row), backgroundColor: kv.chosenColour(row), borderWidth: row === kv.focus ? 2.4 : 1.5,
+    const line = ({ chosen, row }) => ({
+      label: kv.shorten(kv.labels[row]) + (row === chosen ? "" : ` (${kv.sequenceName(row)}, ${kv.text("mode", row)})`),
+      data: points(seriesOf(row, "bytes")), showLine: true, pointRadius: 0, pointStyle: "line",
+      borderColor: kv.chosenColour(chosen), backgroundColor: kv.chosenColour(chosen), borderWidth: chosen === kv.focus ? 2.4 : 1.5,
     });
     const full = kv.distinct((r) => JSON.stringify(kv.details(r).series.full_bytes || null), rows).filter((s) => s !== "null")
       .map((s) => ({
         label: "everything kept, FP16", data: points(JSON.parse(s)), showLine: true, pointRadius: 0, pointStyle: "line",
         borderColor: kv.variable("soft"), borderDash: [6, 5], borderWidth: 1.4,
       }));
-    const at = kv.focus !== null && rows.includes(kv.focus) ? switches(kv.focus) : [];
+    const at = focus === null ? [] : switches(focus);
     const marks = at.length && at.length <= 120 ? [{
-      label: "budget switches", data: at.map((s) => ({ x: s, y: valueAt(seriesOf(kv.focus, "bytes"), s) })), pointStyle: "triangle",
+      label: "budget switches", data: at.map((s) => ({ x: s, y: valueAt(seriesOf(focus, "bytes"), s) })), pointStyle: "triangle",
       radius: 4, backgroundColor: kv.variable("ink"), borderColor: kv.variable("ink"),
     }] : [];
     kv.at("steps-caption").textContent = [
-      at.length ? `The gate of ${kv.shorten(kv.labels[kv.focus])} switched its budget ${kv.plural(at.length, "time")}` +
+      at.length ? `The gate of ${kv.shorten(kv.labels[focus])} switched its budget ${kv.plural(at.length, "time")}` +
         (marks.length ? "" : ", too often to mark") : "",
       "A jagged line is shown by its peaks. A click on the legend hides a line"].filter(Boolean).join(". ") + ".";
     const highest = Math.max(...[...rows.map((r) => seriesOf(r, "bytes")), ...rows.map((r) => kv.details(r).series.full_bytes)]
       .filter(Boolean).flatMap((s) => s.value));
     kv.draw("steps", {
-      type: "scatter", data: { datasets: [...marks, ...rows.map(line), ...full] },
+      type: "scatter", data: { datasets: [...marks, ...pairs.map(line), ...full] },
       options: {
         parsing: false,
         scales: { x: stepsAxis(span(rows, "bytes")), y: kv.axis("bytes held", { beginAtZero: true, ticks: kv.byteTicks(highest) }) },
@@ -59,10 +62,8 @@
     }, `Bytes held over the steps by ${rows.map((r) => kv.labels[r]).join("; ")}. ${kv.at("steps-caption").textContent}`);
   };
 
-  const confidenceRow = () => (kv.focus !== null && hasSeries(kv.focus, "confidence") ? kv.focus
-    : kv.chosen.find((r) => hasSeries(r, "confidence")) ?? null);
   const drawConfidence = () => {
-    const row = confidenceRow();
+    const row = kv.drawnRow((r) => hasSeries(r, "confidence"));
     const reason = row !== null ? "" : withDetails("confidence") ? "choose a row that has details" : noDetails;
     if (!kv.showCard("confidence", "Confidence and budget over the steps", reason)) return;
     const tau = kv.num("confidence.tau", row), range = span([row], "confidence");
@@ -79,7 +80,7 @@
       sets.push({ label: "budget", data: points(seriesOf(row, "budget")), showLine: true, stepped: "before", pointRadius: 0,
         pointStyle: "line", borderColor: `${kv.colour(1)}99`, backgroundColor: `${kv.colour(1)}22`, fill: "origin", borderWidth: 1, yAxisID: "entries", order: 5 });
     }
-    kv.at("confidence-caption").textContent = `Of ${kv.labels[row]}` + (tau === null ? ", which has no gate." : ".");
+    kv.at("confidence-caption").textContent = `Of ${kv.labels[row]}, ${kv.groupName(row)}` + (tau === null ? "; it has no gate." : ".");
     const scales = { x: stepsAxis(range), y: kv.axis("confidence", { min: 0, max: 1 }) };
     if (budget) scales.entries = kv.axis("budget (entries per head)", { position: "right", beginAtZero: true, grid: { drawOnChartArea: false } });
     kv.draw("confidence", { type: "scatter", data: { datasets: sets }, options: { parsing: false, scales,
@@ -89,8 +90,8 @@
   };
 
   const drawHistogram = () => {
-    const has = (r) => r !== null && Boolean(kv.details(r).confidence_histogram);
-    const row = has(kv.focus) ? kv.focus : kv.chosen.find(has) ?? null;
+    const has = (r) => Boolean(kv.details(r).confidence_histogram);
+    const row = kv.drawnRow(has);
     const any = kv.visible.some(has);
     if (!kv.showCard("histogram", "How confident the steps are", row !== null ? "" : any ? "choose a row that has details" : noDetails)) return;
     const counts = kv.details(row).confidence_histogram, width = 1 / counts.length;
@@ -137,11 +138,14 @@
       data: best(rows.filter((r) => kv.groupKey(r) === g && kv.num(bound, r) !== null), bound).map(at(bound)), showLine: true,
       pointRadius: 0, pointStyle: "line", borderColor: kv.variable("ink"), borderDash: [6, 5], borderWidth: 1.3,
     })).filter((s) => s.data.length > 1);
+    const named = new Set();
     for (const family of families.values()) {
       const colour = kv.policyColour(family[0]), line = best(family, recall);
-      sets.push({ label: `${kv.text("name", family[0])} (${kv.text("precision", family[0])})`, data: line.map(at(recall)),
+      const name = `${kv.text("name", family[0])} (${kv.text("precision", family[0])})`;
+      sets.push({ label: named.has(name) ? "" : name, data: line.map(at(recall)),
         showLine: true, borderColor: colour, backgroundColor: colour, radius: 3, borderWidth: 1.6,
         borderDash: kv.text("precision", family[0]) === "fp16" ? [] : [2, 3] });
+      named.add(name);
       const rest = family.filter((r) => !line.includes(r));
       if (rest.length) sets.push({ label: "", data: rest.map(at(recall)), backgroundColor: `${colour}55`, borderColor: `${colour}55`, radius: 2 });
     }

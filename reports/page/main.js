@@ -9,7 +9,7 @@
     const rows = kv.allRows;
     const traces = kv.distinct((r) => kv.text("trace", r), rows), policies = kv.distinct((r) => kv.text("name", r), rows);
     const modes = kv.distinct((r) => kv.text("mode", r), rows).map((m) => modeNames[m] || m);
-    const sequences = kv.distinct((r) => JSON.stringify([kv.text("trace", r), kv.num("sequence", r)]), rows).length;
+    const sequences = kv.distinct((r) => JSON.stringify([kv.text("trace", r), kv.num("sequence", r)]), rows.filter((r) => !kv.isMean(r))).length;
     const where = traces.length === 1 ? kv.baseName(traces[0]) : kv.plural(traces.length, "trace");
     const steps = kv.distinct((r) => kv.num("tokens.decoded", r), rows).filter((n) => n > 0);
     return `${kv.plural(rows.length, "row")}: ${policies.length === 1 ? policies[0] : `${policies.length} policies`} on ${where}` +
@@ -24,7 +24,8 @@
   // The longest front: the best under a share of the bytes, by what stands there.
   const bestRows = () => {
     if (kv.y === null) return [];
-    const fronts = [...kv.front(kv.allRows, kv.x, kv.y).values()].sort((a, b) => b.length - a.length);
+    const means = kv.allRows.filter(kv.isMean);
+    const fronts = [...kv.front(means.length ? means : kv.allRows, kv.x, kv.y).values()].sort((a, b) => b.length - a.length);
     if (fronts.length === 0) return [];
     const front = fronts[0], ratio = (r) => kv.num("memory.memory_ratio", r);
     const out = new Map();
@@ -70,7 +71,7 @@
   };
 
   const drawFiles = () => {
-    const traces = kv.distinct((r) => JSON.stringify([kv.text("trace", r), kv.num("sequence", r), kv.text("trace_fingerprint", r)]), kv.allRows)
+    const traces = kv.distinct((r) => JSON.stringify([kv.text("trace", r), kv.num("sequence", r), kv.text("trace_fingerprint", r)]), kv.allRows.filter((r) => !kv.isMean(r)))
       .map((t) => JSON.parse(t));
     const term = (name, value) => (value === "" || value === 0 ? [] : [kv.make("dt", {}, name), kv.make("dd", {}, String(value))]);
     const file = (f) => kv.make("dl", { class: "provenance" }, ...term("rows", f.rows ? `${f.first + 1} to ${f.first + f.rows}` : "none"),
@@ -94,6 +95,8 @@
       waiting = setTimeout(() => { kv.filterText = e.target.value; kv.applyFilter(); count(); kv.tell("filter"); }, kv.count > 2000 ? 250 : 60);
     });
     kv.on("axes", () => { kv.applyFilter(); count(); });
+    kv.at("filter").value = kv.filterText;
+    kv.applyFilter();
     count();
   };
 
@@ -124,6 +127,7 @@
   };
 
   kv.updateFront();
+  startFilter();
   firstChoice();
   drawSummary();
   drawNotes();
@@ -132,7 +136,6 @@
   kv.startScatter();
   kv.startLines();
   kv.startHeat();
-  startFilter();
   startTheme();
   kv.on("axes", drawSummary);
   document.documentElement.dataset.ready = "yes";
