@@ -56,6 +56,7 @@ class sweep_command_run {
 
  private:
   sweep_options options_for_sweep(bool details);
+  void mark(std::vector<reports::result>& rows);
   void write(std::vector<reports::result> rows) const;
   void print(const std::vector<reports::result>& rows) const;
 
@@ -64,6 +65,7 @@ class sweep_command_run {
   bool root_;
   std::string quality_;                              // the metric of the marks
   std::unique_ptr<kernels::compute_device> device_;  // null: the CPU
+  std::optional<tracer::model> model_;
   std::optional<reports::journal_writer> journal_;
   std::unique_ptr<progress_bar> bar_;
 };
@@ -76,6 +78,8 @@ sweep_options sweep_command_run::options_for_sweep(bool details) {
   options.open.skip = command_.skip;
   options.open.device = device_.get();
   options.open.details = details;
+  if (model_) options.model = &*model_;
+  options.also_open = command_.mode != "closed";
   if (!root_) return options;
   if (!command_.outputs.empty()) {
     const auto& target = command_.outputs.front();
@@ -95,6 +99,28 @@ sweep_options sweep_command_run::options_for_sweep(bool details) {
     if (bar_) bar_->update(done, total);
   };
   return options;
+}
+
+// Each mode by the best quality that all of its rows have, or by the one asked for.
+void sweep_command_run::mark(std::vector<reports::result>& rows) {
+  std::vector<std::string> used;
+  for (const char* mode : {"open", "closed"}) {
+    std::vector<reports::result> own;
+    for (const auto& row : rows) {
+      if (row.mode == mode) own.push_back(row);
+    }
+    if (own.empty()) continue;
+    const auto quality =
+        command_.quality == "auto" ? std::string(reports::common_quality(own)) : command_.quality;
+    reports::mark_pareto(own, quality);
+    used.push_back(quality);
+    auto marked = own.begin();
+    for (auto& row : rows) {
+      if (row.mode == mode) row.pareto = (marked++)->pareto;
+    }
+  }
+  quality_ = used.size() == 2 ? fmt::format("{} (open) or {} (closed)", used[0], used[1])
+                              : fmt::format("{}", fmt::join(used, ""));
 }
 
 // Several sequences: their means come behind the rows they are means of, and carry the marks too.
@@ -130,7 +156,9 @@ void sweep_command_run::print(const std::vector<reports::result>& rows) const {
       fmt::format("{} of {} rows, {} failed: those that no other beats in bytes and {} at once{}",
                   on_front, rows.size(), failed, quality_,
                   hidden == 0 ? "" : fmt::format("; {} more not shown", hidden)));
-  options.footer.emplace_back(open_loop_line);
+  if (std::any_of(shown.begin(), shown.end(), [](const auto& row) { return row.mode == "open"; })) {
+    options.footer.emplace_back(open_loop_line);
+  }
   fmt::print("{}", reports::to_table(shown, options));
 }
 
@@ -144,6 +172,11 @@ int sweep_command_run::run() {
     throw usage_error("--resume needs -o: the journal of finished rows stands beside that file");
   }
   device_ = choose_device(common_.device);
+  if (!command_.model_directory.empty() && command_.mode != "open") {
+    model_ = tracer::model::load(command_.model_directory);
+  } else if (command_.mode == "closed" || command_.mode == "both") {
+    throw usage_error(fmt::format("--mode {} needs --model DIR", command_.mode));
+  }
   std::int64_t repeated = 0;
   const auto points = take_shard(sweep_points(command_.policies, repeated), part.index, part.of);
   if (root_ && !common_.quiet) {
@@ -158,9 +191,7 @@ int sweep_command_run::run() {
   if (!root_) return exit_ok;
   auto means = reports::aggregate(rows);
   std::move(means.begin(), means.end(), std::back_inserter(rows));
-  quality_ =
-      command_.quality == "auto" ? std::string(reports::common_quality(rows)) : command_.quality;
-  reports::mark_pareto(rows, quality_);
+  mark(rows);
   write(rows);
   if (journal_) journal_->remove();
   print(rows);

@@ -3,7 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
+#include <limits>
+#include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "policies/params.hpp"
@@ -21,6 +24,7 @@
 #include "reports/atomic_file.hpp"
 #include "reports/pareto.hpp"
 #include "reports/table.hpp"
+#include "tracer/model.hpp"
 #include "traces/reader.hpp"
 
 namespace kvreplay::replay {
@@ -47,8 +51,12 @@ tune_goal goal_of(const tune_command& command) {
   }
   set(command.max_ratio, tune_limit::max_ratio);
   set(command.min_recall, tune_limit::min_recall);
+  set(command.max_kl, tune_limit::max_kl);
   if (given != 1) {
-    throw usage_error("tune needs one limit: --max-bytes, --max-ratio or --min-recall");
+    throw usage_error("tune needs one limit: --max-bytes, --max-ratio, --min-recall or --max-kl");
+  }
+  if (command.max_kl && command.model_directory.empty()) {
+    throw usage_error("--max-kl is measured with the model in the loop: give --model DIR");
   }
   return goal;
 }
@@ -58,6 +66,19 @@ std::string interval_text(const reports::result& row, std::string_view metric) {
   if (at == row.quality_ci.end()) return "";
   return fmt::format(" [{}, {}]", reports::four_digits(at->second.first),
                      reports::four_digits(at->second.second));
+}
+
+// What stands beside the metric that was tuned.
+std::string second_loss(const reports::result& row) {
+  if (row.quality.attention_recall) {
+    return fmt::format(", attention recall {}{}",
+                       reports::four_digits(*row.quality.attention_recall),
+                       interval_text(row, "attention_recall"));
+  }
+  if (!row.quality.ppl || !row.quality.full_ppl) return "";
+  return fmt::format(", perplexity {} ({} with the full cache)",
+                     reports::four_digits(*row.quality.ppl),
+                     reports::four_digits(*row.quality.full_ppl));
 }
 
 class tune_command_run {
@@ -70,10 +91,13 @@ class tune_command_run {
 
  private:
   std::vector<reports::result> evaluate(std::span<const std::string> traces,
-                                        std::span<const std::string> specs, double share) const;
+                                        std::span<const std::string> specs, double share,
+                                        bool closed) const;
+  std::vector<reports::result> evaluate_once(std::span<const std::string> specs, double share);
   std::string quality_of_traces() const;
   std::int64_t shortest_decode() const;
-  void print(const tuned& found, std::span<const reports::result> holdout) const;
+  void print(const tuned& found, std::span<const reports::result> holdout,
+             std::span<const reports::result> checks) const;
   std::string sureness(const tuned& found) const;
 
   const common_options& common_;
@@ -81,6 +105,8 @@ class tune_command_run {
   tune_goal goal_;
   bool root_;
   std::unique_ptr<kernels::compute_device> device_;  // null: the CPU
+  std::optional<tracer::model> model_;
+  std::map<std::string, reports::result> looped_;  // closed-loop rows of the search, by SPEC
   std::vector<policies::spec_grid> grids_;
 };
 
@@ -97,7 +123,7 @@ std::int64_t tune_command_run::shortest_decode() const {
 // any of them failed. The same rows on every rank.
 std::vector<reports::result> tune_command_run::evaluate(std::span<const std::string> traces,
                                                         std::span<const std::string> specs,
-                                                        double share) const {
+                                                        double share, bool closed) const {
   std::vector<sweep_point> points;
   for (const auto& spec : specs) {
     sweep_point point;
@@ -113,6 +139,8 @@ std::vector<reports::result> tune_command_run::evaluate(std::span<const std::str
   options.open.bound = false;
   options.open.device = device_.get();
   options.open.details = wants_details(command_.outputs);
+  options.also_open = !closed;
+  if (closed) options.model = &*model_;
   // Under several ranks a batch is dealt out; alone it shares one pass.
   options.batch_points = std::max<std::int64_t>(1, std::ssize(specs) / this_rank().size);
   if (share < 1) {
@@ -132,9 +160,25 @@ std::vector<reports::result> tune_command_run::evaluate(std::span<const std::str
   return broadcast_rows(rows);
 }
 
+// The search's own question. The closed loop always runs all steps: a second asking of the same
+// point is answered from memory.
+std::vector<reports::result> tune_command_run::evaluate_once(std::span<const std::string> specs,
+                                                             double share) {
+  if (goal_.limit != tune_limit::max_kl) return evaluate(command_.traces, specs, share, false);
+  std::vector<std::string> fresh;
+  for (const auto& spec : specs) {
+    if (!looped_.contains(spec)) fresh.push_back(spec);
+  }
+  const auto rows = evaluate(command_.traces, fresh, 1, true);
+  for (size_t i = 0; i < fresh.size(); ++i) looped_[fresh[i]] = rows[i];
+  std::vector<reports::result> out;
+  for (const auto& spec : specs) out.push_back(looped_.at(spec));
+  return out;
+}
+
 // What the first point has: kl_proxy where the traces allow it, else the next best.
 std::string tune_command_run::quality_of_traces() const {
-  const auto rows = evaluate(command_.traces, std::vector{grids_.front().spec(0)}, 0.01);
+  const auto rows = evaluate(command_.traces, std::vector{grids_.front().spec(0)}, 0.01, false);
   const auto name = reports::common_quality(rows);
   return name.empty() ? "output_rel_l2" : std::string(name);
 }
@@ -156,30 +200,30 @@ std::string tune_command_run::sureness(const tuned& found) const {
                              goal_.quality);
 }
 
-void tune_command_run::print(const tuned& found, std::span<const reports::result> holdout) const {
+void tune_command_run::print(const tuned& found, std::span<const reports::result> holdout,
+                             std::span<const reports::result> checks) const {
   const auto& winner = found.rows.front();
   std::vector<reports::result> shown(
       found.rows.begin(),
       found.rows.begin() + static_cast<std::ptrdiff_t>(std::min(found.rows.size(), shown_rows)));
   for (const auto& row : holdout) shown.push_back(row);
+  for (const auto& row : checks) shown.push_back(row);
   reports::table_options options;
   options.width = 110;
   options.labels = labels_of(shown);
   const auto quality = reports::quality_of(winner, goal_.quality);
   options.footer = {
       fmt::format("{} of {} points tried, a part of them on the first quarter of the steps",
-                  found.evaluations, found.points),
-      open_loop_line};
+                  found.evaluations, found.points)};
+  if (winner.mode == "open") options.footer.emplace_back(open_loop_line);
   fmt::print("{}\n", reports::to_table(shown, options));
   fmt::print("best:  {}\n", winner.policy);
   fmt::print("saves: {:.1f} % of the full FP16 cache's mean bytes ({} kept)\n",
              100 * (1 - winner.memory.memory_ratio.value_or(1)),
              bytes_text(winner.memory.mean_bytes.value_or(0)));
-  fmt::print("loses: {} {}{}, attention recall {}{}\n", goal_.quality,
+  fmt::print("loses: {} {}{}{}\n", goal_.quality,
              quality ? reports::four_digits(*quality) : "not measured",
-             interval_text(winner, goal_.quality),
-             reports::four_digits(winner.quality.attention_recall.value_or(0)),
-             interval_text(winner, "attention_recall"));
+             interval_text(winner, goal_.quality), second_loss(winner));
   fmt::print("sure:  {}\n", sureness(found));
   if (holdout.empty()) return;
   const bool keeps = violation_of(goal_, holdout.front()) == 0;
@@ -195,23 +239,34 @@ int tune_command_run::run() {
     if (root_) reports::probe_writable(path);
   }
   device_ = choose_device(common_.device);
-  goal_.quality = command_.quality == "auto" ? quality_of_traces() : command_.quality;
+  if (!command_.model_directory.empty()) model_ = tracer::model::load(command_.model_directory);
+  goal_.quality = command_.quality != "auto"          ? command_.quality
+                  : goal_.limit == tune_limit::max_kl ? "logit_kl"
+                                                      : quality_of_traces();
   progress_bar bar("tune", "points", common_.quiet || !root_);
   std::int64_t done = 0;
   const auto found = tune(grids_, goal_, {.evaluations = command_.evaluations},
                           [&](std::span<const std::string> specs, double share) {
-                            auto rows = evaluate(command_.traces, specs, share);
+                            auto rows = evaluate_once(specs, share);
                             done += std::ssize(specs);
                             bar.update(done, command_.evaluations);
                             return rows;
                           });
+  std::vector<std::string> specs;
+  for (std::size_t i = 0; i < std::min(shown_rows, found.rows.size()); ++i) {
+    specs.push_back(found.rows[i].policy);
+  }
+  std::vector<reports::result> checks;
+  if (model_ && goal_.limit != tune_limit::max_kl) {
+    checks = evaluate(command_.traces, specs, 1, true);
+  }
   std::vector<reports::result> holdout;
   if (!command_.holdout.empty()) {
-    std::vector<std::string> specs;
-    for (std::size_t i = 0; i < std::min(shown_rows, found.rows.size()); ++i) {
-      specs.push_back(found.rows[i].policy);
+    holdout = evaluate(command_.holdout, specs, 1, goal_.limit == tune_limit::max_kl);
+    if (model_ && goal_.limit != tune_limit::max_kl) {
+      auto more = evaluate(command_.holdout, specs, 1, true);
+      std::move(more.begin(), more.end(), std::back_inserter(checks));
     }
-    holdout = evaluate(command_.holdout, specs, 1);
   }
   if (!root_) return exit_ok;
   const auto& best = found.rows.front();
@@ -232,8 +287,9 @@ int tune_command_run::run() {
   report.runs = found.rows;
   reports::mark_pareto(report.runs, goal_.quality);
   report.runs.insert(report.runs.end(), holdout.begin(), holdout.end());
+  report.runs.insert(report.runs.end(), checks.begin(), checks.end());
   for (const auto& path : command_.outputs) write_report(path, report);
-  print(found, holdout);
+  print(found, holdout, checks);
   return exit_ok;
 }
 

@@ -67,7 +67,7 @@ int run_replay(const common_options& common, const replay_command& command);
 
 struct sweep_command {
   std::vector<std::string> traces, policies, outputs;
-  std::string quality = "auto", shard;
+  std::string quality = "auto", shard, model_directory, mode;
   std::int64_t batch_points = 32, skip = 0;
   bool no_bound = false, recover = false, resume = false;
 };
@@ -75,8 +75,8 @@ int run_sweep(const common_options& common, const sweep_command& command);
 
 struct tune_command {
   std::vector<std::string> traces, policies, holdout, outputs;
-  std::string quality = "auto", max_bytes;
-  std::optional<double> max_ratio, min_recall;
+  std::string quality = "auto", max_bytes, model_directory;
+  std::optional<double> max_ratio, min_recall, max_kl;
   std::int64_t evaluations = 100;
 };
 int run_tune(const common_options& common, const tune_command& command);

@@ -218,6 +218,10 @@ void add_sweep(CLI::App& app, command_line& line) {
       ->take_all()
       ->expected(1)
       ->allow_extra_args(false);
+  sub->add_option("--model", c.model_directory,
+                  "The recorded model (Hugging Face directory): closed loop beside the open one");
+  sub->add_option("--mode", c.mode, "open, closed or both [both with --model, else open]")
+      ->check(CLI::IsMember({"open", "closed", "both"}));
   sub->add_option("--quality", c.quality,
                   "Metric of the Pareto front [kl_proxy, residual_rel_l2 or output_rel_l2, the "
                   "first that all rows have]");
@@ -321,6 +325,11 @@ void add_tune(CLI::App& app, command_line& line) {
       ->check(CLI::Range(0.0, 10.0));
   sub->add_option("--min-recall", c.min_recall, "Least attention recall; then bytes are minimised")
       ->check(CLI::Range(0.0, 1.0));
+  sub->add_option("--max-kl", c.max_kl, "Largest logit_kl, nats, with --model; bytes are minimised")
+      ->check(CLI::Range(0.0, 1e6));
+  sub->add_option(
+      "--model", c.model_directory,
+      "The recorded model: the best are checked, and --max-kl measured, in closed loop");
   sub->add_option("--quality", c.quality,
                   "Metric made best under a limit on bytes [kl_proxy, residual_rel_l2 or "
                   "output_rel_l2, the first that the traces allow]");

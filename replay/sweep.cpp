@@ -8,6 +8,7 @@
 #include <set>
 
 #include "policies/grid.hpp"
+#include "replay/closed_loop.hpp"
 #include "replay/ranks.hpp"
 #include "replay/row_lines.hpp"
 #include "traces/reader.hpp"
@@ -15,11 +16,20 @@
 namespace kvreplay::replay {
 namespace {
 
-reports::result failed_row(const std::string& trace, int sequence, const sweep_point& point,
-                           std::string why) {
+// One sequence of one trace in one mode, with what was known of it.
+struct swept_sequence {
+  std::string trace, fingerprint;
+  int sequence = 0;
+  std::string unreadable;  // why nothing of it can be run
+  std::int64_t n_decode = 0;
+  std::string mode = "open";
+};
+
+reports::result failed_row(const swept_sequence& where, const sweep_point& point, std::string why) {
   reports::result row;
-  row.trace = trace;
-  row.sequence = sequence;
+  row.trace = where.trace;
+  row.sequence = where.sequence;
+  row.mode = where.mode;
   row.policy = point.resolved();
   row.name = row.policy.substr(0, row.policy.find_first_of(":+"));
   if (point.policy) {
@@ -30,14 +40,6 @@ reports::result failed_row(const std::string& trace, int sequence, const sweep_p
   row.note = std::move(why);
   return row;
 }
-
-// One sequence of one trace, with what was known of it.
-struct swept_sequence {
-  std::string trace, fingerprint;
-  int sequence = 0;
-  std::string unreadable;  // why nothing of it can be run
-  std::int64_t n_decode = 0;
-};
 
 // A batch of points on one sequence: the unit that ranks take.
 struct sweep_unit {
@@ -60,7 +62,11 @@ class sweep_run {
 
  private:
   void find_sequences(const std::string& path, bool only);
+  std::optional<reports::result> known_row(const swept_sequence& where,
+                                           const sweep_point& point) const;
   void find_known();
+  std::vector<lane_output> replay(const swept_sequence& where,
+                                  std::span<const policies::policy> policies) const;
   void make_units();
   std::string work(const sweep_unit& unit);
   void take(const sweep_unit& unit, const std::string& lines);
@@ -82,12 +88,32 @@ void sweep_run::find_sequences(const std::string& path, bool only) {
   try {
     const traces::reader trace(path, {.recover = options_.recover});
     for (const auto& s : trace.sequences()) {
-      sequences_.push_back({path, trace.fingerprint(s.id), s.id, {}, s.n_decode()});
+      const swept_sequence found{path, trace.fingerprint(s.id), s.id, {}, s.n_decode()};
+      if (options_.model == nullptr || options_.also_open) sequences_.push_back(found);
+      if (options_.model == nullptr) continue;
+      sequences_.push_back(found);
+      sequences_.back().mode = "closed";
     }
   } catch (const traces::trace_error& e) {
     if (only) throw;
     sequences_.push_back({path, {}, 0, e.what(), 0});
   }
+}
+
+std::optional<reports::result> sweep_run::known_row(const swept_sequence& where,
+                                                    const sweep_point& point) const {
+  const bool closed = where.mode == "closed";
+  // A closed row scores tokens, and the last position has none to predict.
+  const auto scored = where.n_decode - options_.open.skip - (closed ? 1 : 0);
+  for (const auto& known : options_.known) {
+    if (known.status == "ok" && known.policy == point.resolved() &&
+        known.sequence == where.sequence && known.mode == where.mode &&
+        known.trace_fingerprint == where.fingerprint && known.tokens.scored == scored &&
+        (closed || known.quality.recall_bound.has_value() == options_.open.bound)) {
+      return known;
+    }
+  }
+  return std::nullopt;
 }
 
 // Rank 0 alone has read the journal; the others need to know which points are left.
@@ -97,21 +123,11 @@ void sweep_run::find_known() {
     for (size_t p = 0; p < points_.size(); ++p) {
       auto& row = rows_[place(s, p)];
       if (!sequences_[s].unreadable.empty()) {
-        row = failed_row(sequences_[s].trace, sequences_[s].sequence, points_[p],
-                         sequences_[s].unreadable);
+        row = failed_row(sequences_[s], points_[p], sequences_[s].unreadable);
       } else if (!points_[p].policy) {
-        row = failed_row(sequences_[s].trace, sequences_[s].sequence, points_[p],
-                         points_[p].complaint);
+        row = failed_row(sequences_[s], points_[p], points_[p].complaint);
       } else {
-        for (const auto& known : options_.known) {
-          if (known.status == "ok" && known.policy == points_[p].resolved() &&
-              known.sequence == sequences_[s].sequence && known.mode == "open" &&
-              known.trace_fingerprint == sequences_[s].fingerprint &&
-              known.tokens.scored == sequences_[s].n_decode - options_.open.skip &&
-              known.quality.recall_bound.has_value() == options_.open.bound) {
-            row = known;
-          }
-        }
+        row = known_row(sequences_[s], points_[p]);
       }
       if (row) done[place(s, p)] = '1';
     }
@@ -137,6 +153,14 @@ void sweep_run::make_units() {
   }
 }
 
+std::vector<lane_output> sweep_run::replay(const swept_sequence& where,
+                                           std::span<const policies::policy> policies) const {
+  if (where.mode == "open") return replay_open(*open_, where.sequence, policies, options_.open);
+  closed_loop_options closed;
+  closed.skip = options_.open.skip;
+  return replay_closed(*open_, where.sequence, *options_.model, policies, closed);
+}
+
 std::string sweep_run::work(const sweep_unit& unit) {
   const auto& where = sequences_[unit.sequence];
   if (open_path_ != where.trace) {
@@ -148,13 +172,13 @@ std::string sweep_run::work(const sweep_unit& unit) {
   for (const size_t p : unit.points) policies.push_back(*points_[p].policy);
   std::vector<reports::result> rows;
   try {
-    for (auto& lane : replay_open(*open_, where.sequence, policies, options_.open)) {
+    for (auto& lane : replay(where, policies)) {
       rows.push_back(std::move(lane.row));
     }
   } catch (const std::exception& e) {
     rows.clear();
     for (const size_t p : unit.points) {
-      rows.push_back(failed_row(where.trace, where.sequence, points_[p], e.what()));
+      rows.push_back(failed_row(where, points_[p], e.what()));
     }
   }
   return to_lines(rows);

@@ -14,6 +14,7 @@
 #include "policies/policy.hpp"
 #include "replay/open_loop.hpp"
 #include "reports/result.hpp"
+#include "tracer/model.hpp"
 
 namespace kvreplay::replay {
 
@@ -35,6 +36,9 @@ std::vector<sweep_point> take_shard(const std::vector<sweep_point>& points, int 
 struct sweep_options {
   std::int64_t batch_points = 32;  // points that share one pass over a sequence
   open_loop_options open;          // progress is not used
+  // With a model, closed-loop rows; `also_open`: behind the open-loop rows of the same sequence.
+  const tracer::model* model = nullptr;
+  bool also_open = true;
   bool recover = false;
   // Rows of an interrupted run: finished points are recognised by resolved string, sequence and the
   // trace's fingerprint, and not run again.
@@ -47,9 +51,9 @@ struct sweep_options {
   std::function<void(double seconds, std::int64_t more)> pilot;
 };
 
-// On rank 0 the rows, by trace, sequence and point; on other ranks none. A trace that cannot be
-// read throws where it is the only one, else its points are failed rows. Every rank calls it with
-// the same arguments (but for `known` and the callbacks, which only rank 0 needs).
+// On rank 0 the rows, by trace, sequence, mode and point; on other ranks none. A trace that cannot
+// be read throws where it is the only one, else its points are failed rows. Every rank calls it
+// with the same arguments (but for `known` and the callbacks, which only rank 0 needs).
 std::vector<reports::result> sweep(std::span<const std::string> traces,
                                    std::span<const sweep_point> points,
                                    const sweep_options& options);
