@@ -186,10 +186,10 @@ void check_item(const select_item& item) {
     throw std::invalid_argument("select: the item has no cache or no budget");
   }
   for (int h = 0; h < item.cache->shape().kv_heads; ++h) {
-    if (item.budget[h] < 1) {
+    if (item.budget[h] < 0) {
       throw std::invalid_argument(
-          fmt::format("select: layer {}, head {}: budget is {}, expected "
-                      "at least 1",
+          fmt::format("select: layer {}, head {}: budget is {}, expected 0 "
+                      "or more",
                       item.layer, h, item.budget[h]));
     }
   }
@@ -231,6 +231,16 @@ void rank_scores(const select_item& item, int kv_head, std::vector<float>& out) 
       out.insert(out.end(), store.body_score.begin(), store.body_score.end());
       out.insert(out.end(), store.tail_score.begin(), store.tail_score.end());
       if (item.rule != rank_rule::score) rank_by_ema(item, store, out);
+      return;
+    case rank_rule::given:
+      if (item.given.size() <= static_cast<std::size_t>(kv_head) ||
+          item.given[static_cast<std::size_t>(kv_head)].size() !=
+              static_cast<std::size_t>(store.size())) {
+        throw std::invalid_argument(
+            fmt::format("select: layer {}, head {}: expected {} given scores", item.layer, kv_head,
+                        store.size()));
+      }
+      out = item.given[static_cast<std::size_t>(kv_head)];
       return;
   }
 }

@@ -12,15 +12,15 @@ namespace kvreplay::kernels {
 // What ranks an entry. position: the newer the better. hash: counter-based hash of
 // (seed, layer, head, position). score: the stored score. ema_log / ema_max: CONF-KV's
 // (1 - recency) * e' + recency * (position + 1) / (t + 1), with e' = 1 + ln(max(e, 1e-9)) / ln(1e9)
-// or e' = e / max e over the head's entries (0 when all are 0).
-enum class rank_rule : std::uint8_t { position, hash, score, ema_log, ema_max };
+// or e' = e / max e over the head's entries (0 when all are 0). given: the caller's own scores.
+enum class rank_rule : std::uint8_t { position, hash, score, ema_log, ema_max, given };
 
 struct select_item {
   kv_cache* cache = nullptr;
   int layer = 0;
   int model_layer = 0;          // the layer's number in the model: enters the hash
   std::int32_t step = 0;        // t, the newest position
-  const int* budget = nullptr;  // [kv_heads] entries that may stay, >= 1
+  const int* budget = nullptr;  // [kv_heads] entries that may stay
   int sinks = 0;                // positions 0 .. sinks-1 are protected, then
   int recent = 0;               // positions > t - recent, the newest first
   rank_rule rule = rank_rule::position;
@@ -28,6 +28,9 @@ struct select_item {
   std::uint64_t seed = 0;
   bool one_set = false;  // scope=layer: scores are equal in all KV heads already
                          // (mass_layout::layer_mean); the hash leaves the head out
+  // rank_rule::given: [kv_heads] scores in entry order, of the heads that hold more than the
+  // budget.
+  std::span<const std::vector<float>> given;
 };
 
 struct select_result {

@@ -243,13 +243,29 @@ TEST_CASE("the hash is uniform enough and depends on each of its arguments") {
   CHECK(together.positions(0, 0) == together.positions(0, 1));
 }
 
-TEST_CASE("selection refuses NaN scores and budgets below one") {
+TEST_CASE("scores that the caller gives; a budget of 0 empties a head") {
+  kv_cache cache = scored_cache({1, 2, 3, 4, 5, 6, 7});
+  int budget = 2;
+  select_item item = item_for(cache, 6, budget, rank_rule::given);
+  const std::vector<std::vector<float>> one{{0, 9, 0, 0, 8, 0, 0}};
+  CHECK_THROWS_AS(select(item), std::invalid_argument);
+  item.given = one;
+  CHECK(select(item).evicted == 5);
+  CHECK(cache.positions(0, 0) == positions{1, 4});
+  budget = 0;
+  const std::vector<std::vector<float>> two{{0, 0}};
+  item.given = two;
+  CHECK(select(item).evicted == 2);
+  CHECK(cache.entries(0, 0) == 0);
+}
+
+TEST_CASE("selection refuses NaN scores and budgets below zero") {
   kv_cache cache = scored_cache({1, 2, NAN, 4});
   int budget = 2;
   CHECK_THROWS_WITH_AS(select(item_for(cache, 3, budget, rank_rule::score)),
                        doctest::Contains("layer 0, head 0, position 2: score is nan"),
                        std::domain_error);
-  budget = 0;
+  budget = -1;
   CHECK_THROWS_AS(select(item_for(cache, 3, budget, rank_rule::score)), std::invalid_argument);
   CHECK_THROWS_AS(compact(cache, 0, 0, std::vector<std::uint8_t>(3, 1)), std::invalid_argument);
 }

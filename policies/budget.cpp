@@ -168,6 +168,16 @@ std::vector<std::int64_t> largest_remainder(const std::vector<double>& ideal, st
 
 std::vector<int> pyramid_shares(int layers, std::int64_t budget, const pyramid_rule& rule,
                                 int least) {
+  if (rule.window > 0) {
+    const std::int64_t window = std::min<std::int64_t>(rule.window, budget);
+    pyramid_rule rest = rule;
+    rest.window = 0;
+    std::vector<int> shares = pyramid_shares(
+        layers, budget - window, rest, static_cast<int>(std::max<std::int64_t>(0, least - window)));
+    for (int& share : shares)
+      share = static_cast<int>(std::min<std::int64_t>(share + window, INT_MAX));
+    return shares;
+  }
   const double b = rule.total * static_cast<double>(budget);
   const double sum = std::floor(b * layers + 0.5);
   if (layers > 1 && !rule.exact) {
@@ -197,6 +207,13 @@ std::vector<int> pyramid_shares(int layers, std::int64_t budget, const pyramid_r
 
 budget_plan::budget_plan(const policy& p, const model_dims& dims) : policy_(p), dims_(dims) {
   check_dims(dims);
+  const division_rule& division = policy_.budget.division;
+  const size_t heads = static_cast<size_t>(dims.n_layers) * static_cast<size_t>(dims.n_kv_heads);
+  if (division.kind == division_kind::table && division.shares.size() != heads) {
+    throw spec_error(fmt::format("{}: the table has {} heads, the model {} layers x {} KV heads",
+                                 policy_.name, division.shares.size(), dims.n_layers,
+                                 dims.n_kv_heads));
+  }
   const budget_rule& rule = policy_.budget;
   if (!rule.gated) {
     single_ = resolve(rule.single, "budget");
@@ -257,6 +274,10 @@ int budget_plan::share_of(const level& l, std::int64_t step, int layer) const {
 
 int budget_plan::share(std::int64_t step, int layer, bool tight) const {
   const budget_rule& rule = policy_.budget;
+  if (rule.division.total > 0) {
+    const std::int64_t heads = std::int64_t{dims_.n_layers} * dims_.n_kv_heads;
+    return static_cast<int>(std::clamp<std::int64_t>(rule.division.total / heads, 1, INT_MAX));
+  }
   if (!rule.gated) {
     return rule.single.unit == amount_unit::everything ? INT_MAX : share_of(single_, step, layer);
   }
@@ -264,15 +285,54 @@ int budget_plan::share(std::int64_t step, int layer, bool tight) const {
   return layer_share((entries_at(high_, step) + entries_at(low_, step)) / 2, middle_shares_, layer);
 }
 
-int budget_plan::budget(std::int64_t step, int layer, int /*kv_head*/, int held, bool tight) const {
-  const int b = share(step, layer, tight);
+// HeadKV: every head gives floor(F / beta) of what is not protected into a pool, of which it has
+// the table's part (arXiv 2410.19258, section 3.3).
+int budget_plan::head_share(int share, int layer, int kv_head) const {
+  const division_rule& rule = policy_.budget.division;
+  if (rule.kind != division_kind::table || share == INT_MAX) return share;
+  const protection guarded = protect(share);
+  const std::int64_t window =
+      std::min<std::int64_t>(share, std::int64_t{guarded.sinks} + guarded.recent);
+  const std::int64_t free = share - window;
+  const double given = std::floor(static_cast<double>(free) / rule.beta);
+  const double pool = given * dims_.n_layers * dims_.n_kv_heads;
+  const size_t head = static_cast<size_t>(layer) * static_cast<size_t>(dims_.n_kv_heads) +
+                      static_cast<size_t>(kv_head);
+  const double own =
+      std::nearbyint(rule.shares.at(head) * pool + static_cast<double>(free) - given);
+  return static_cast<int>(std::clamp<double>(own + static_cast<double>(window), 1, INT_MAX));
+}
+
+int budget_plan::target(int budget, int held) const {
+  if (held <= budget || policy_.budget.drop == 0) return budget;
+  return std::max(1, budget - static_cast<int>(std::floor(policy_.budget.drop * budget)));
+}
+
+std::int64_t budget_plan::total(std::int64_t step, bool tight) const {
+  if (policy_.budget.division.total > 0) return policy_.budget.division.total;
+  return saturating_product(share(step, 0, tight), std::int64_t{dims_.n_layers} * dims_.n_kv_heads);
+}
+
+// gate=constant is one budget "at every step": there is no low to shrink from.
+bool budget_plan::shrinks() const {
   const gate_rule& gate = policy_.budget.gate;
-  // gate=constant is one budget "at every step": there is no low to shrink from, so shrink does
-  // not apply to it.
-  if (!policy_.budget.gated || gate.shrink < 0 || gate.gate == gate_signal::constant) return b;
-  const std::int64_t gradual = std::int64_t{held} - gate.shrink;
-  const std::int64_t low = share_of(low_, step, layer);
-  return static_cast<int>(std::max<std::int64_t>(b, std::min(low, gradual)));
+  return policy_.budget.gated && gate.shrink >= 0 && gate.gate != gate_signal::constant;
+}
+
+int budget_plan::shrunk(int budget, int low, int held) const {
+  const std::int64_t gradual = std::int64_t{held} - policy_.budget.gate.shrink;
+  return static_cast<int>(std::max<std::int64_t>(budget, std::min<std::int64_t>(low, gradual)));
+}
+
+int budget_plan::even_budget(std::int64_t step, int layer, int held, bool tight) const {
+  const int b = share(step, layer, tight);
+  return shrinks() ? shrunk(b, share_of(low_, step, layer), held) : b;
+}
+
+int budget_plan::budget(std::int64_t step, int layer, int kv_head, int held, bool tight) const {
+  const int b = head_share(share(step, layer, tight), layer, kv_head);
+  if (!shrinks()) return b;
+  return shrunk(b, head_share(share_of(low_, step, layer), layer, kv_head), held);
 }
 
 protection budget_plan::protect(int budget) const {

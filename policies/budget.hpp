@@ -30,8 +30,12 @@ class budget_plan {
 
   // Entries (layer, head) may hold after step t, 0-based t, held counted with the newcomer.
   // `layer` is the model's. INT_MAX: everything. With a gate: max(b, min(low, held - shrink)).
-  // Throws spec_error only for a pyramid over a budget in percent that is too small at this step.
+  // Where scores divide the budget (adaptive, global) this is a head's even part of it. Throws
+  // spec_error only for a pyramid over a budget in percent that is too small at this step.
   int budget(std::int64_t step, int layer, int kv_head, int held, bool tight) const;
+
+  // The same before a table divides it: what protection follows.
+  int even_budget(std::int64_t step, int layer, int held, bool tight) const;
 
   // What is protected under a budget (h2o's recent follows it).
   protection protect(int budget) const;
@@ -42,6 +46,12 @@ class budget_plan {
   // What `budget` comes to at `tight` once shrinking is done: the layer's share of high or low (or
   // of the one number), for reports.
   int share(std::int64_t step, int layer, bool tight) const;
+
+  // What a head with `budget` and `held` entries is cut to: scissorhands drops many at once.
+  int target(int budget, int held) const;
+
+  // A budget over all layers and heads at a step, division_kind::global.
+  std::int64_t total(std::int64_t step, bool tight) const;
 
  private:
   // One number of the SPEC. Entries and bytes are resolved once; percent at every step.
@@ -54,6 +64,9 @@ class budget_plan {
   std::int64_t entries_at(const level& l, std::int64_t step) const;
   int layer_share(std::int64_t entries, const std::vector<int>& shares, int layer) const;
   int share_of(const level& l, std::int64_t step, int layer) const;
+  bool shrinks() const;
+  int shrunk(int budget, int low, int held) const;
+  int head_share(int share, int layer, int kv_head) const;
   int fixed_protection() const;
 
   policy policy_;
@@ -66,6 +79,7 @@ class budget_plan {
 // largest remainder (ties: lower layer), sum exactly round(total * L * B), none below `least`
 // (POLICIES, `pyramid`); L = 1: the share is round(total * B). exact = false: the floor-step
 // progression of PyramidKV's published code, whose sum is not exact and which only keeps `least`.
+// With rule.window the shares are of what is left of the budget beside it, and it is added back.
 // Throws spec_error where the sum cannot give every layer `least`.
 std::vector<int> pyramid_shares(int layers, std::int64_t budget, const pyramid_rule& rule,
                                 int least);

@@ -7,25 +7,33 @@
 namespace kvreplay::policies {
 
 // A new policy: its file NAME.cpp, its name here and in the table below.
-entry full_entry(), window_entry(), streaming_entry(), random_entry(), h2o_entry(), tova_entry(),
-    confkv_entry(), confkv_l_entry();
-entry pyramid_entry(), confidence_entry(), protect_entry(), every_entry(), prefill_entry();
+entry full_entry(), window_entry(), streaming_entry(), random_entry(), h2o_entry(),
+    scissorhands_entry(), tova_entry(), snapkv_entry(), pyramidkv_entry(), adakv_entry(),
+    headkv_entry(), rkv_entry(), trimkv_entry(), dbtrimkv_entry(), confkv_entry(), confkv_l_entry(),
+    kept_entry(), oracle_entry(), knorm_entry(), keydiff_entry(), fastv_entry(), visionzip_entry();
+entry pyramid_entry(), adakv_modifier(), headkv_modifier(), global_entry(), confidence_entry(),
+    protect_entry(), critical_entry(), rerotate_entry(), every_entry(), prefill_entry();
 entry fp16_entry(), int8_entry(), int4_entry(), paged_entry();
 
 // The order of the modifiers is their order in a resolved string: budget, selection, trigger,
 // precision, layout.
 std::span<const entry> catalogue() {
   static const std::array table{
-      full_entry(),    window_entry(), streaming_entry(), random_entry(),  h2o_entry(),
-      tova_entry(),    confkv_entry(), confkv_l_entry(),  pyramid_entry(), confidence_entry(),
-      protect_entry(), every_entry(),  prefill_entry(),   fp16_entry(),    int8_entry(),
-      int4_entry(),    paged_entry()};
+      full_entry(),      window_entry(),       streaming_entry(),  random_entry(),
+      h2o_entry(),       scissorhands_entry(), tova_entry(),       snapkv_entry(),
+      pyramidkv_entry(), adakv_entry(),        headkv_entry(),     rkv_entry(),
+      trimkv_entry(),    dbtrimkv_entry(),     confkv_entry(),     confkv_l_entry(),
+      kept_entry(),      oracle_entry(),       knorm_entry(),      keydiff_entry(),
+      fastv_entry(),     visionzip_entry(),    pyramid_entry(),    adakv_modifier(),
+      headkv_modifier(), global_entry(),       confidence_entry(), protect_entry(),
+      critical_entry(),  rerotate_entry(),     every_entry(),      prefill_entry(),
+      fp16_entry(),      int8_entry(),         int4_entry(),       paged_entry()};
   return table;
 }
 
-const entry* find_entry(std::string_view name) {
+const entry* find_entry(std::string_view name, bool policy) {
   for (const entry& e : catalogue()) {
-    if (e.name == name) return &e;
+    if (e.name == name && (e.kind == "policy") == policy) return &e;
   }
   return nullptr;
 }
@@ -46,7 +54,7 @@ std::vector<param_doc> entry_params(const entry& e) {
 }
 
 bool fits(const entry& base, const entry& modifier) {
-  if (modifier.kind == "policy" || (!base.evicts && modifier.kind != "precision")) return false;
+  if (modifier.kind == "policy" || (!base.composes && modifier.kind != "precision")) return false;
   policy scratch;
   scratch.budget.gated = modifier.gates;
   param_reader base_reader(std::string(base.name), {}, reader_mode::documenting);

@@ -21,14 +21,16 @@ struct entry {
   std::string_view needs = {};       // in words, for the manual page
   std::string_view deviations = {};  // from the published code; may be empty
   std::string_view example = {};     // one SPEC
-  bool evicts = true;                // false: no modifier but a precision applies (`full`)
-  bool gates = false;                // true: brings two budgets in place of budget= (`confidence`)
+  std::string_view trigger = "every";  // the trigger where the SPEC names none
+  bool composes = true;                // false: no modifier but a precision applies (`full`)
+  bool gates = false;  // true: brings two budgets in place of budget= (`confidence`)
   // Declares and reads the parameters, writes the rules. The same call documents (params.hpp).
   void (*apply)(param_reader& params, policy& out) = nullptr;
 };
 
 std::span<const entry> catalogue();
-const entry* find_entry(std::string_view name);
+// adakv and headkv are policies and modifiers: `policy` says which is meant.
+const entry* find_entry(std::string_view name, bool policy);
 
 // The names of a kind, in order; of all kinds where it is empty.
 std::vector<std::string_view> entry_names(std::string_view kind = {});

@@ -18,7 +18,7 @@ entry full_entry() {
           .source = "reference",
           .needs = "nothing",
           .example = "full+int8:window=128",
-          .evicts = false,
+          .composes = false,
           .apply = apply};
 }
 

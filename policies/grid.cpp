@@ -147,7 +147,7 @@ spec_grid::spec_grid(std::string_view spec) {
     const size_t colon = part.find(':');
     const auto name = part.substr(0, colon);
     fixed_.back() += name;
-    const entry* what = find_entry(name);
+    const entry* what = find_entry(name, base);
     if (colon != std::string_view::npos) {
       char separator = ':';
       for (const auto item : split(part.substr(colon + 1), ",")) {

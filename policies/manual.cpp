@@ -58,18 +58,24 @@ std::string modifier_section(const entry& e) {
   return section("MODIFIERS", names);
 }
 
+std::string page(const entry& e) {
+  return fmt::format("{} ({})\n", e.name, e.kind) + paragraph(e.idea, 4) +
+         section("SOURCE", e.source) + parameter_section(e) + section("NEEDS", e.needs) +
+         section("DEVIATIONS", e.deviations) + modifier_section(e) + section("EXAMPLE", e.example);
+}
+
 }  // namespace
 
 std::string manual_page(std::string_view name) {
-  const entry* e = find_entry(name);
-  if (e == nullptr) {
+  const entry* policy = find_entry(name, true);
+  const entry* modifier = find_entry(name, false);
+  if (policy == nullptr && modifier == nullptr) {
     throw spec_error(fmt::format("unknown policy or modifier {}{}", quoted(name),
                                  did_you_mean(name, entry_names())));
   }
-  return fmt::format("{} ({})\n", e->name, e->kind) + paragraph(e->idea, 4) +
-         section("SOURCE", e->source) + parameter_section(*e) + section("NEEDS", e->needs) +
-         section("DEVIATIONS", e->deviations) + modifier_section(*e) +
-         section("EXAMPLE", e->example);
+  std::string out = policy == nullptr ? "" : page(*policy);
+  if (policy != nullptr && modifier != nullptr) out += "\n";
+  return out + (modifier == nullptr ? "" : page(*modifier));
 }
 
 std::string catalogue_table() {

@@ -382,18 +382,16 @@ amount param_reader::size(std::string_view key, std::optional<amount> fallback,
   return value;
 }
 
-std::string param_reader::text(std::string_view key, std::string_view fallback,
-                               std::string_view help) {
-  std::string value(fallback);
-  const std::string* given = declare(key, escape(fallback), "text", help);
+std::string param_reader::text(std::string_view key, std::string_view help) {
+  const std::string* given = declare(key, "required", "text", help);
   docs_.back().numeric = false;
-  if (given != nullptr) {
-    std::optional<std::string> plain = unescape(*given);
-    if (!plain) refuse(key, "in text, '%' may only stand in %2C %3A %2B %25");
-    value = std::move(*plain);
+  if (given == nullptr && mode_ == reader_mode::reading) {
+    throw spec_error(fmt::format("{}: {}= is required: {}", owner_, key, help));
   }
-  resolve(key, escape(value));
-  return value;
+  std::optional<std::string> plain = given == nullptr ? "" : unescape(*given);
+  if (!plain) refuse(key, "in text, '%' may only stand in %2C %3A %2B %25");
+  resolve(key, escape(*plain));
+  return *plain;
 }
 
 void param_reader::finish() const {

@@ -51,8 +51,8 @@ class param_reader {
              int fallback = 0);
   // 512 | 20% | 64MiB. Without a fallback the parameter is required.
   amount size(std::string_view key, std::optional<amount> fallback, std::string_view help);
-  // Free text, in which , : + and % are written %2C %3A %2B %25.
-  std::string text(std::string_view key, std::string_view fallback, std::string_view help);
+  // Free text, required, in which , : + and % are written %2C %3A %2B %25.
+  std::string text(std::string_view key, std::string_view help);
 
   bool has(std::string_view key) const;
   // The parameter means something only if `condition`: otherwise giving it is an error that names

@@ -50,8 +50,13 @@ key_values parse_pairs(std::string_view owner, std::string_view text) {
 spec_part parse_part(std::string_view text, bool base) {
   const size_t colon = text.find(':');
   const std::string_view name = text.substr(0, colon);
-  const entry* what = find_entry(name);
+  const entry* what = find_entry(name, base);
   const char* expected = base ? "policy" : "modifier";
+  const entry* other = find_entry(name, !base);
+  if (what == nullptr && other != nullptr) {
+    throw spec_error(fmt::format("'{}' is a {}, expected a {} {}", name, other->kind, expected,
+                                 base ? "first, as in window:budget=512+int8" : "after '+'"));
+  }
   if (what == nullptr) {
     std::vector<std::string_view> known;
     for (const entry& e : catalogue()) {
@@ -60,21 +65,18 @@ spec_part parse_part(std::string_view text, bool base) {
     throw spec_error(
         fmt::format("unknown {} {}{}", expected, quoted(name), did_you_mean(name, known)));
   }
-  if ((what->kind == "policy") != base) {
-    throw spec_error(fmt::format("'{}' is a {}, expected a {} {}", name, what->kind, expected,
-                                 base ? "first, as in window:budget=512+int8" : "after '+'"));
-  }
   if (colon == std::string_view::npos) return {what, {}};
   return {what, parse_pairs(name, text.substr(colon + 1))};
 }
 
-// Each modifier at most once, one of a slot, none but a precision on a policy that never evicts.
+// Each modifier at most once, one of a slot, none but a precision on a policy that does not
+// compose.
 void check_modifiers(const entry& base, const std::vector<spec_part>& modifiers) {
   for (auto it = modifiers.begin(); it != modifiers.end(); ++it) {
     const entry& e = *it->what;
-    if (!base.evicts && e.kind != "precision") {
-      throw spec_error(
-          fmt::format("{}: it never evicts, '+{}' has nothing to act on", base.name, e.name));
+    if (!base.composes && e.kind != "precision") {
+      throw spec_error(fmt::format("{}: '+{}' has nothing to act on; it takes a precision only",
+                                   base.name, e.name));
     }
     for (auto earlier = modifiers.begin(); earlier != it; ++earlier) {
       const entry& other = *earlier->what;
@@ -87,14 +89,14 @@ void check_modifiers(const entry& base, const std::vector<spec_part>& modifiers)
   }
 }
 
-// What is not said is said here: a trigger (of a policy that evicts) and a precision.
+// What is not said is said here: a trigger (of a policy that ranks) and a precision.
 void add_defaults(const entry& base, std::vector<spec_part>& modifiers) {
   const auto add = [&](std::string_view slot, std::string_view name) {
     const bool present = std::any_of(modifiers.begin(), modifiers.end(),
                                      [&](const spec_part& m) { return m.what->slot == slot; });
-    if (!present) modifiers.push_back({find_entry(name), {}});
+    if (!present) modifiers.push_back(parse_part(name, false));
   };
-  if (base.evicts) add("trigger", "every");
+  if (base.composes) add("trigger", base.trigger);
   add("precision", "fp16");
 }
 
@@ -117,6 +119,42 @@ void apply_part(const spec_part& part, policy& out) {
   }
 }
 
+void needs_of_score(const policy& p, policy_needs& needs) {
+  switch (p.score.kind) {
+    case score_kind::position:
+    case score_kind::hash:
+    case score_kind::given:
+      return;
+    case score_kind::sum:
+    case score_kind::last:
+    case score_kind::ema:
+    case score_kind::history:
+      needs.mass = true;
+      return;
+    case score_kind::observed:
+      needs.mass = !p.trigger.prefill_only;
+      return;
+    case score_kind::retention:
+      needs.retention = true;
+      return;
+    case score_kind::key_norm:
+    case score_kind::key_difference:
+      needs.keys = true;
+      return;
+    case score_kind::redundancy:
+      needs.keys = true;
+      needs.prompt_rows = p.score.obs;
+      return;
+    case score_kind::future:
+      needs.future = true;
+      return;
+    case score_kind::image:
+      needs.image_span = true;
+      needs.image_score = p.image.dominant >= 0;
+      return;
+  }
+}
+
 policy_needs needs_of(const policy& p) {
   policy_needs needs;
   const gate_rule& gate = p.budget.gate;
@@ -124,8 +162,7 @@ policy_needs needs_of(const policy& p) {
       p.budget.gated && gate.gate != gate_signal::random && gate.gate != gate_signal::constant;
   needs.full_logits = needs.confidence && gate.temperature != 1;
   needs.future = needs.confidence && (gate.tau_is_quantile || gate.gate == gate_signal::shuffled);
-  const score_kind kind = p.score.kind;
-  needs.mass = kind == score_kind::sum || kind == score_kind::last || kind == score_kind::ema;
+  needs_of_score(p, needs);
   switch (p.score.prompt) {
     case prompt_seed::none:
       break;
@@ -135,10 +172,17 @@ policy_needs needs_of(const policy& p) {
     case prompt_seed::mean_of_last:
       needs.prompt_rows = p.score.obs;
       break;
+    case prompt_seed::last_history:
+      needs.prompt_rows = p.score.history;
+      break;
     case prompt_seed::last_row:
       needs.prompt_rows = 1;
       break;
   }
+  needs.value_norm = p.critical.on;
+  needs.rope = p.rerotate;
+  needs.keys = needs.keys || p.rerotate;
+  needs.all_layers = p.budget.division.kind == division_kind::global;
   const auto in_bytes = [](const amount& a) { return a.unit == amount_unit::bytes; };
   needs.bytes_budget =
       p.budget.gated ? in_bytes(gate.high) || in_bytes(gate.low) : in_bytes(p.budget.single);
@@ -154,7 +198,35 @@ void check_hard_window(const policy& p) {
   }
 }
 
+// global:total=N stands in place of the base's budget=.
+bool gives_total(const std::vector<spec_part>& modifiers) {
+  return std::any_of(modifiers.begin(), modifiers.end(), [](const spec_part& m) {
+    return m.what->name == "global" &&
+           std::any_of(m.given.begin(), m.given.end(),
+                       [](const auto& p) { return p.first == "total" && p.second != "budget"; });
+  });
+}
+
+void check_total(const policy& p) {
+  if (p.budget.division.total > 0 && p.budget.gated) {
+    throw spec_error(fmt::format("{}: total= and a gate are two budgets; give one", p.name));
+  }
+}
+
 }  // namespace
+
+bool has_shares(const score_rule& rule) {
+  switch (rule.kind) {
+    case score_kind::redundancy:
+    case score_kind::key_norm:
+    case score_kind::key_difference:
+      return false;
+    case score_kind::retention:
+      return rule.exponential;
+    default:
+      return true;
+  }
+}
 
 policy parse_policy(std::string_view spec) {
   if (spec.size() > longest_spec) {
@@ -175,14 +247,25 @@ policy parse_policy(std::string_view spec) {
   out.spec = spec;
   out.budget.gated = std::any_of(modifiers.begin(), modifiers.end(),
                                  [](const spec_part& m) { return m.what->name == "confidence"; });
+  out.budget.division.total = gives_total(modifiers) ? 1 : 0;
   apply_part(base, out);
   for (const spec_part& modifier : modifiers) {
     apply_part(modifier, out);
     if (modifier.what->slot == "precision") out.precision_name = modifier.what->name;
   }
   check_hard_window(out);
+  check_total(out);
   out.needs = needs_of(out);
   return out;
+}
+
+policy without_modifier(const policy& p, std::string_view modifier) {
+  std::string spec;
+  for (const std::string_view part : split(p.resolved, '+')) {
+    if (!spec.empty() && part.substr(0, part.find(':')) == modifier) continue;
+    spec += fmt::format("{}{}", spec.empty() ? "" : "+", part);
+  }
+  return parse_policy(spec);
 }
 
 }  // namespace kvreplay::policies

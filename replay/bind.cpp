@@ -16,19 +16,6 @@ kernels::rope_pairing pairing_for(const std::string& rope) {
   return kernels::rope_pairing::none;
 }
 
-kernels::mass_layout layout_for(const policies::score_rule& score) {
-  if (score.scope == policies::score_scope::layer) return kernels::mass_layout::layer_mean;
-  switch (score.gqa) {
-    case policies::group_reduce::mean:
-      return kernels::mass_layout::mean;
-    case policies::group_reduce::max:
-      return kernels::mass_layout::max;
-    case policies::group_reduce::sum:
-      return kernels::mass_layout::sum;
-  }
-  throw std::logic_error("unknown group reduction");
-}
-
 kernels::scale_format scales_for(const policies::precision_rule& precision) {
   switch (precision.scales) {
     case policies::scale_kind::hybrid:
@@ -42,41 +29,6 @@ kernels::scale_format scales_for(const policies::precision_rule& precision) {
       return kernels::scale_format::group;
   }
   throw std::logic_error("unknown scale format");
-}
-
-// The row of logit_pos from which `count` consecutive positions start at `first`; -1 if there is
-// no such run.
-std::int64_t find_run(const std::vector<std::int32_t>& positions, std::int64_t first,
-                      std::int64_t count) {
-  const auto at = std::lower_bound(positions.begin(), positions.end(), first);
-  const auto row = at - positions.begin();
-  if (static_cast<std::int64_t>(positions.size()) - row < count) return -1;
-  for (std::int64_t i = 0; i < count; ++i) {
-    if (positions[static_cast<size_t>(row + i)] != first + i) return -1;
-  }
-  return row;
-}
-
-std::string missing_prompt_rows(const policies::policy& policy, const traces::reader& trace,
-                                const traces::sequence_info& info) {
-  for (const int layer : trace.model().layers) {
-    const auto& have = trace.layer(info.id, layer);
-    const std::int64_t first =
-        policy.needs.prompt_rows < 0
-            ? 0
-            : std::max<std::int64_t>(0, info.n_prompt - policy.needs.prompt_rows);
-    // Column sums per query head stand in for the rows, except where a maximum over the heads of
-    // each row comes before the sum.
-    const bool sums_do = policy.needs.prompt_rows < 0 && have.has_column_sum &&
-                         policy.score.gqa != policies::group_reduce::max;
-    if (have.first_row > first && !sums_do) {
-      return fmt::format(
-          "{}: {} reads the prompt's queries from position {} on, but layer {} of sequence {} has "
-          "q from position {} only; record with --rows all",
-          trace.path(), policy.name, first, layer, info.id, have.first_row);
-    }
-  }
-  return {};
 }
 
 }  // namespace
@@ -125,6 +77,19 @@ policies::model_dims dims_for(const traces::model_info& model) {
   return dims;
 }
 
+kernels::mass_layout layout_of(const policies::score_rule& score) {
+  if (score.scope == policies::score_scope::layer) return kernels::mass_layout::layer_mean;
+  switch (score.gqa) {
+    case policies::group_reduce::mean:
+      return kernels::mass_layout::mean;
+    case policies::group_reduce::max:
+      return kernels::mass_layout::max;
+    case policies::group_reduce::sum:
+      return kernels::mass_layout::sum;
+  }
+  throw std::logic_error("unknown group reduction");
+}
+
 kernel_rules rules_for(const policies::score_rule& score) {
   kernel_rules rules;
   rules.one_set = score.scope == policies::score_scope::layer;
@@ -151,43 +116,33 @@ kernel_rules rules_for(const policies::score_rule& score) {
       rules.decay = static_cast<float>(score.decay);
       rules.recency = static_cast<float>(score.recency);
       break;
+    case policies::score_kind::history:
+    case policies::score_kind::observed:
+      rules.rank = kernels::rank_rule::given;
+      break;
+    case policies::score_kind::retention:
+    case policies::score_kind::key_norm:
+    case policies::score_kind::key_difference:
+    case policies::score_kind::redundancy:
+    case policies::score_kind::future:
+    case policies::score_kind::given:
+    case policies::score_kind::image:
+      rules.rank = kernels::rank_rule::given;
+      return rules;
   }
-  rules.mass = layout_for(score);
+  rules.mass = layout_of(score);
   return rules;
 }
 
-std::string missing_for(const policies::policy& policy, const traces::reader& trace, int sequence) {
-  const auto& info = trace.sequence(sequence);
-  const auto& model = trace.model();
-  if (model.key_rotation == "raw" && model.rope != "none") {
-    return fmt::format(
-        "{}: keys were recorded before rotation (key_rotation = raw), which replay cannot attend "
-        "to; record rotated keys",
-        trace.path());
+std::int64_t find_run(const std::vector<std::int32_t>& positions, std::int64_t first,
+                      std::int64_t count) {
+  const auto at = std::lower_bound(positions.begin(), positions.end(), first);
+  const auto row = at - positions.begin();
+  if (static_cast<std::int64_t>(positions.size()) - row < count) return -1;
+  for (std::int64_t i = 0; i < count; ++i) {
+    if (positions[static_cast<size_t>(row + i)] != first + i) return -1;
   }
-  for (const int layer : model.layers) {
-    const auto& have = trace.layer(sequence, layer);
-    for (const auto& [present, name] :
-         {std::pair{have.has_q, "q"}, {have.has_k, "k"}, {have.has_v, "v"}}) {
-      if (!present) {
-        return fmt::format(
-            "{}: {} needs dataset {} of layer {}, sequence {}; record it with q, k, v",
-            trace.path(), policy.name, name, layer, sequence);
-      }
-    }
-  }
-  if (policy.needs.confidence) {
-    const bool logits_only = policy.needs.full_logits;
-    const bool there = logits_only ? info.has_logits : info.has_logits || info.has_confidence;
-    if (!there || find_run(info.logit_pos, info.n_prompt - 1, info.n_decode() + 1) < 0) {
-      return fmt::format(
-          "{}: {} needs {} at positions {}..{} of sequence {}; record with --logits {}",
-          trace.path(), policy.name, logits_only ? "logits" : "confidence or logits",
-          info.n_prompt - 1, info.n_tokens - 1, sequence, logits_only ? "full" : "stats");
-    }
-  }
-  if (policy.needs.prompt_rows != 0) return missing_prompt_rows(policy, trace, info);
-  return {};
+  return row;
 }
 
 std::vector<double> recorded_confidence(const traces::reader& trace, int sequence,

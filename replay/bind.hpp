@@ -34,9 +34,17 @@ struct kernel_rules {
 };
 kernel_rules rules_for(const policies::score_rule& score);
 
+// How a score rule reduces mass over query heads.
+kernels::mass_layout layout_of(const policies::score_rule& score);
+
 // Empty if the sequence has what the policy reads; else one line that names the dataset and how to
-// record it.
+// record it (offers.cpp).
 std::string missing_for(const policies::policy& policy, const traces::reader& trace, int sequence);
+
+// The row of `positions` (ascending) from which `count` consecutive positions start at `first`; -1
+// if there is no such run.
+std::int64_t find_run(const std::vector<std::int32_t>& positions, std::int64_t first,
+                      std::int64_t count);
 
 // c(P-1), c(P) .. c(T-1) of a sequence under a gate's weights and temperature, in double. Reads
 // `confidence` where the file has it, else `logits`; full logits for a temperature other than 1.

@@ -13,9 +13,10 @@ constexpr std::int64_t calm_run = 4;     // ... and so many of them in a row dou
 
 }  // namespace
 
-closed_lane::closed_lane(lane state, const closed_gate& gate, std::int64_t decode_steps,
-                         std::int64_t block, bool kept)
+closed_lane::closed_lane(lane state, std::vector<layer_inputs> inputs, const closed_gate& gate,
+                         std::int64_t decode_steps, std::int64_t block, bool kept)
     : state_(std::move(state)),
+      inputs_(std::move(inputs)),
       gate_(gate),
       gate_state_(state_.policy().budget.gate, gate.tau),
       measures_(state_.cache().shape().layers, decode_steps, state_.cache().shape().kv_heads, 0),
@@ -38,7 +39,7 @@ std::int64_t closed_lane::block_steps(std::int64_t end) const {
 // Selection and ageing of one layer after a step, into the measures of that step.
 void closed_lane::settle_step(int slot, std::int64_t step) {
   step_events events;
-  settle(state_, slot, step, events);
+  settle(state_, slot, step, events, inputs(slot));
   const std::int64_t t = step - state_.n_prompt();
   if (t < 0) {
     measures_.prompt_evicted[static_cast<size_t>(slot)] = events.evicted;
@@ -83,6 +84,7 @@ void closed_lane::run_layer(int slot, const layer_block& block) {
   events_.resize(static_cast<size_t>(block.steps));
   layer_block work = block;
   work.settle_last = !gate_.waits;
+  work.inputs = &inputs(slot);
   kept_observer note;
   if (kept_.on()) note = [&](std::int64_t t) { kept_.note(state_.cache(), slot, t); };
   replay_layer(state_, slot, work, events_, {}, note);

@@ -27,15 +27,17 @@ struct closed_gate {
 
 class closed_lane {
  public:
-  // `block`: most steps at a time. measures and scores cover `decode_steps`.
-  closed_lane(lane state, const closed_gate& gate, std::int64_t decode_steps, std::int64_t block,
-              bool kept);
+  // `block`: most steps at a time. measures and scores cover `decode_steps`. inputs [slots]: what
+  // the lane's rules read of each layer; what they point to must outlive the lane.
+  closed_lane(lane state, std::vector<layer_inputs> inputs, const closed_gate& gate,
+              std::int64_t decode_steps, std::int64_t block, bool kept);
 
   lane& state() { return state_; }
   const lane& state() const { return state_; }
   const lane_measures& measures() const { return measures_; }
   const kept_log& kept() const { return kept_; }
   const closed_gate& gate() const { return gate_; }
+  const layer_inputs& inputs(int slot) const { return inputs_[static_cast<size_t>(slot)]; }
 
   // After fill_prompt of a layer. A lane whose decision waits settles in end_prompt instead.
   void settle_prompt(int slot);
@@ -66,6 +68,7 @@ class closed_lane {
   void settle_step(int slot, std::int64_t step);
 
   lane state_;
+  std::vector<layer_inputs> inputs_;
   closed_gate gate_;
   policies::gate_state gate_state_;
   lane_measures measures_;

@@ -11,6 +11,7 @@
 #include "kernels/half.hpp"
 #include "replay/closed_loop_pass.hpp"
 #include "replay/model_match.hpp"
+#include "replay/policy_files.hpp"
 
 namespace kvreplay::replay {
 namespace {
@@ -29,6 +30,21 @@ bool is_full(const policies::policy& policy) {
 
 bool reads_confidence(const policies::gate_rule& gate) {
   return gate.gate != policies::gate_signal::random && gate.gate != policies::gate_signal::constant;
+}
+
+// Why a policy does not run with the model in the loop; empty: it does.
+std::string not_closed(const policies::policy& policy) {
+  const auto refuse = [&](const char* why) {
+    return fmt::format("{} does not run in the closed loop: {}", policy.resolved, why);
+  };
+  if (policy.needs.image_span) return refuse("images are dropped inside the prompt pass");
+  if (policy.needs.all_layers)
+    return refuse("its budget over all layers is decided in open loop only");
+  if (policy.needs.value_norm) return refuse("value norms are those of the recorded run");
+  if (policy.score.kind == policies::score_kind::future) {
+    return refuse("the recorded attention is read in open loop only");
+  }
+  return {};
 }
 
 std::vector<std::int64_t> positions_from(std::int64_t first, std::int64_t count) {
@@ -89,14 +105,38 @@ void closed_loop_pass::start_lanes(std::vector<lane_output>& out) {
   }
 }
 
-std::unique_ptr<closed_lane> closed_loop_pass::start_lane(const policies::policy& policy) const {
+std::unique_ptr<closed_lane> closed_loop_pass::start_lane(const policies::policy& policy) {
+  const std::string why = not_closed(policy);
+  if (!why.empty()) throw std::invalid_argument(why);
   auto dims = dims_for(trace_model_);
   dims.recorded_layers = layers_;
   const auto gate = gate_for(policy);
   const auto tail = options_.kv_fp32 ? kernels::tail_format::fp32 : kernels::tail_format::fp16;
   return std::make_unique<closed_lane>(
-      lane(policy, dims, shape_, layers_, info_.n_prompt, gate.assumed, tail), gate,
-      info_.n_decode(), options_.block, options_.kept);
+      lane(with_files(policy, shape_.layers, shape_.q_heads, shape_.kv_heads, info_.id), dims,
+           shape_, layers_, info_.n_prompt, gate.assumed, tail),
+      inputs_for(policy), gate, info_.n_decode(), options_.block, options_.kept);
+}
+
+// Retention as recorded; the rotary frequencies of the model.
+std::vector<layer_inputs> closed_loop_pass::inputs_for(const policies::policy& policy) {
+  std::vector<layer_inputs> out(layers_.size());
+  for (size_t i = 0; i < layers_.size() && (policy.needs.retention || policy.needs.rope); ++i) {
+    auto& known = recorded_[layers_[i]];
+    if (known.empty()) {
+      const std::string missing = missing_for(policy, trace_, info_.id);
+      if (!missing.empty()) throw traces::trace_error(missing);
+      if (!trace_model_.records_all_layers()) {
+        throw traces::trace_error(
+            fmt::format("{}: {} needs every layer of the recording", trace_.path(), policy.name));
+      }
+      auto data = load_layer(trace_, info_.id, layers_[i]);
+      data.q = data.k = data.v = data.o = data.lse = {};
+      known.push_back(std::move(data));
+    }
+    out[i] = inputs_of(known.front());
+  }
+  return out;
 }
 
 closed_gate closed_loop_pass::gate_for(const policies::policy& policy) const {
@@ -165,7 +205,7 @@ void closed_loop_pass::prompt_layer(tracer::attention_block& block) {
   tbb::parallel_for(size_t{0}, lanes_.size(), [&](size_t i) {
     if (lanes_[i] == nullptr || !lanes_[i]->failed().empty()) return;
     try {
-      fill_prompt(lanes_[i]->state(), block.layer, data, prompt);
+      fill_prompt(lanes_[i]->state(), block.layer, data, prompt, lanes_[i]->inputs(block.layer));
       lanes_[i]->settle_prompt(block.layer);
     } catch (const std::exception& e) {
       lanes_[i]->fail(fmt::format("{}: sequence {}, prompt, layer {}: {}", trace_.path(), info_.id,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -30,7 +31,8 @@ class closed_loop_pass {
 
  private:
   void start_lanes(std::vector<lane_output>& out);
-  std::unique_ptr<closed_lane> start_lane(const policies::policy& policy) const;
+  std::unique_ptr<closed_lane> start_lane(const policies::policy& policy);
+  std::vector<layer_inputs> inputs_for(const policies::policy& policy);
   closed_gate gate_for(const policies::policy& policy) const;
 
   void run_prompt();
@@ -68,6 +70,7 @@ class closed_loop_pass {
   std::vector<std::int32_t> tokens_;
   std::vector<int> layers_;  // all of the model's
   kernels::cache_shape shape_;
+  std::map<int, std::vector<layer_data>> recorded_;  // layers of the trace that rules read
   full_lane full_;
   std::vector<std::unique_ptr<closed_lane>> lanes_;  // [policies]; null: refused, or `full` itself
   std::vector<logit_score> full_scores_;             // [decode steps + 1], from P-1 on

@@ -7,8 +7,6 @@
 #include <cmath>
 #include <functional>
 
-#include "kernels/prompt_mass.hpp"
-
 namespace kvreplay::replay {
 
 full_reference::full_reference(const kernels::cache_shape& shape, const layer_data& data,
@@ -26,28 +24,24 @@ void full_reference::load(std::int64_t first, std::int64_t steps) {
   rows_.resize(heads * static_cast<size_t>(stride_));
   totals_.assign(heads, 0.0);
   if (wanted_.bound) prefixes_.resize(heads * static_cast<size_t>(stride_ + 1));
-  if (data_->lse.empty()) lse_.resize(heads);
-  if (data_->o.empty()) o_.resize(static_cast<size_t>(steps * data_->o_width));
+  const bool recorded = data_->q.empty();
+  if (data_->lse.empty() && !recorded) lse_.resize(heads);
+  if (data_->o.empty() && !recorded) o_.resize(static_cast<size_t>(steps * data_->o_width));
   // Inside a layer's own task: without isolation a waiting thread could start another layer and
   // hold two layers in memory.
   tbb::this_task_arena::isolate([&] {
     tbb::parallel_for(std::int64_t{0}, steps, [&](std::int64_t i) {
       const std::int64_t t = first + i;
       const size_t at = index(t, 0);
-      const float* lse =
-          data_->lse.empty()
-              ? nullptr
-              : &data_->lse[static_cast<size_t>((t - data_->first_row) * shape_->q_heads)];
-      kernels::full_rows(*shape_, 0, data_->q_at(t), data_->k.data(), lse, t, 1, stride_,
-                         &rows_[at * static_cast<size_t>(stride_)],
-                         lse == nullptr ? &lse_[at] : nullptr);
+      full_rows_of(*shape_, *data_, t, 1, stride_, &rows_[at * static_cast<size_t>(stride_)],
+                   lse_.empty() ? nullptr : &lse_[at]);
       for (int h = 0; h < shape_->q_heads; ++h) {
         double sum = 0;
         for (const float a : row(t, h)) sum += a;
         totals_[index(t, h)] = sum;
       }
       if (wanted_.bound) sort_prefixes(t);
-      if (data_->o.empty()) compute_output(t);
+      if (data_->o.empty() && !recorded) compute_output(t);
     });
   });
 }

@@ -19,7 +19,8 @@ class full_reference {
   };
 
   // `shape` holds this one layer as its layer 0; both must outlive the object. Rows are computed
-  // also where the trace lacks o or lse.
+  // also where the trace lacks o or lse; where it has attention alone they are read, and there is
+  // no o and no lse.
   full_reference(const kernels::cache_shape& shape, const layer_data& data, parts wanted);
 
   // Steps [first, first + steps). Parallel over steps.
@@ -28,6 +29,11 @@ class full_reference {
   bool has_rows() const { return wanted_.rows; }
   // A(t, h, .) over positions 0 .. t, absolute.
   std::span<const float> row(std::int64_t t, int q_head) const;
+  // Rows of all query heads of a step, row_stride() apart.
+  const float* rows(std::int64_t t) const {
+    return &rows_[index(t, 0) * static_cast<size_t>(stride_)];
+  }
+  std::int64_t row_stride() const { return stride_; }
   double total(std::int64_t t, int q_head) const;  // sum over all visible i of A
   // Sum of the n largest entries of the row (n beyond the visible ones: all).
   double best(std::int64_t t, int q_head, std::int64_t n) const;

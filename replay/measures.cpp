@@ -177,6 +177,17 @@ void reduce_projected(const lane_measures& m, const reduce_context& c, reports::
   }
 }
 
+// Share of the selections in which CriticalKV's assumption held.
+void reduce_critical(const lane_measures& m, reports::result& row) {
+  critical_measure sum;
+  for (const auto& layer : m.critical) {
+    sum.heads += layer.heads;
+    sum.over_half += layer.over_half;
+  }
+  if (sum.heads == 0) return;
+  row.quality.sigma_over_half = static_cast<double>(sum.over_half) / static_cast<double>(sum.heads);
+}
+
 void reduce_events(const lane_measures& m, const reduce_context& c, reports::result& row) {
   std::int64_t evicted = 0, selections = 0;
   bool degenerate = false;
@@ -223,6 +234,7 @@ void reduce_measures(const lane_measures& measures, const reduce_context& contex
   if (context.parts.residual || context.parts.projected) {
     reduce_projected(measures, context, row);
   }
+  reduce_critical(measures, row);
   reduce_events(measures, context, row);
 }
 

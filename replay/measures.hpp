@@ -34,6 +34,7 @@ void take_events(const step_events& from, step_measure& to);
 // Sums over the scored steps for one KV head (of its group of query heads), for --heads.
 struct head_measure {
   double entries = 0, recall = 0, error2 = 0, reference2 = 0;
+  double l1 = 0;  // over the group: ||(o^_h - o_h) W_O^h||_1
 };
 
 // One span of the trace (needle, answer, ...): sums over scored steps, layers and query heads.
@@ -44,6 +45,12 @@ struct span_measure {
   std::int64_t mass_rows = 0, share_rows = 0;
 };
 
+// Two-stage selections of one layer, the prompt's included.
+struct critical_measure {
+  std::int64_t heads = 0;      // KV heads in which one took place
+  std::int64_t over_half = 0;  // those whose first stage held more than half of the mass
+};
+
 struct lane_measures {
   lane_measures(int layers, std::int64_t decode_steps, int kv_heads, size_t span_count)
       : layers_count(layers),
@@ -51,7 +58,8 @@ struct lane_measures {
         steps(static_cast<size_t>(layers) * static_cast<size_t>(decode_steps)),
         heads(static_cast<size_t>(layers) * static_cast<size_t>(kv_heads)),
         spans(static_cast<size_t>(layers) * span_count),
-        prompt_evicted(static_cast<size_t>(layers)) {}
+        prompt_evicted(static_cast<size_t>(layers)),
+        critical(static_cast<size_t>(layers)) {}
 
   step_measure& at(int slot, std::int64_t step) {
     return steps[static_cast<size_t>(slot) * static_cast<size_t>(step_count) +
@@ -68,6 +76,8 @@ struct lane_measures {
   std::vector<head_measure> heads;           // [layers, kv_heads]
   std::vector<span_measure> spans;           // [layers, spans]
   std::vector<std::int64_t> prompt_evicted;  // [layers]
+  std::vector<critical_measure> critical;    // [layers]
+  std::vector<double> head_l1;               // [layers, q_heads] sums over scored steps, or empty
 };
 
 // What was measured at all in this pass.

@@ -6,10 +6,14 @@
 
 #include <algorithm>
 #include <chrono>
+#include <numeric>
 #include <utility>
 
 #include "policies/gate.hpp"
+#include "replay/future_mass.hpp"
+#include "replay/global_pass.hpp"
 #include "replay/open_loop_pass.hpp"
+#include "replay/policy_files.hpp"
 #include "replay/projection.hpp"
 #include "replay/row_basics.hpp"
 
@@ -21,20 +25,41 @@ void fail(lane_output& out, std::string why) {
   out.row.note = std::move(why);
 }
 
+void add_critical(const step_events& events, critical_measure& sum) {
+  sum.heads += events.critical_heads;
+  sum.over_half += events.critical_over_half;
+}
+
+// What the lanes that look ahead need of a layer, computed once for all of them; null: nobody does.
+std::unique_ptr<future_mass> future_for(std::span<const std::unique_ptr<running_lane>> lanes,
+                                        const kernels::cache_shape& shape, const layer_data& data) {
+  std::vector<kernels::mass_layout> layouts;
+  for (const auto& lane : lanes) {
+    if (lane == nullptr) continue;
+    const auto& score = lane->state.policy().score;
+    if (score.kind == policies::score_kind::future) layouts.push_back(layout_of(score));
+  }
+  return layouts.empty() ? nullptr : std::make_unique<future_mass>(shape, data, layouts);
+}
+
 }  // namespace
 
 std::vector<lane_output> open_loop_pass::run() {
-  std::vector<lane_output> out(policies_.size());
-  parts_.recall = parts_.output = options_.quality;
+  const bool has_keys = trace_.layer(info_.id, layers_.front()).has_q;
+  parts_.recall = options_.quality;
+  parts_.output = options_.quality && has_keys;
   parts_.bound = options_.quality && options_.bound;
-  parts_.projected = options_.quality && std::all_of(layers_.begin(), layers_.end(), [&](int l) {
+  parts_.projected = parts_.output && std::all_of(layers_.begin(), layers_.end(), [&](int l) {
                        return std::count(model_.wo_layers.begin(), model_.wo_layers.end(), l) > 0;
                      });
   parts_.residual = parts_.projected && std::all_of(layers_.begin(), layers_.end(), [&](int l) {
                       return trace_.layer(info_.id, l).has_residual_norm;
                     });
   find_spans();
+  add_bases();
+  std::vector<lane_output> out(policies_.size());
   start_lanes(out);
+  decide_global(out);
   residual_norm_.resize(layers_.size());
   reference_l1_.resize(layers_.size());
   layer_failed_.resize(layers_.size());
@@ -60,12 +85,28 @@ std::vector<lane_output> open_loop_pass::run() {
       fail(out[i], why);
     }
   }
+  for (size_t i = 0; i < asked_; ++i) {
+    if (out[i].row.status == "ok" && parts_.projected) finish_critical(i, out[i].row);
+  }
+  out.resize(asked_);
   return out;
 }
 
+// What `critical` improved shows beside the same policy without it, which runs along unseen where
+// it was not asked for.
+void open_loop_pass::add_bases() {
+  for (size_t i = 0; i < asked_ && parts_.projected; ++i) {
+    if (!policies_[i].critical.on) continue;
+    auto base = policies::without_modifier(policies_[i], "critical");
+    const bool there = std::any_of(policies_.begin(), policies_.end(),
+                                   [&](const auto& p) { return p.resolved == base.resolved; });
+    if (!there) policies_.push_back(std::move(base));
+  }
+}
+
 void open_loop_pass::find_spans() {
-  if (!parts_.bound) return;
   for (const auto& [name, ranges] : info_.spans) {
+    if (!parts_.bound && name != "image") continue;
     span_mask mask;
     mask.member.assign(static_cast<size_t>(info_.n_tokens), 0);
     for (const auto& [begin, end] : ranges) {
@@ -73,6 +114,8 @@ void open_loop_pass::find_spans() {
         mask.member[static_cast<size_t>(t)] = 1;
       }
     }
+    if (name == "image") image_ = mask.member;
+    if (!parts_.bound) continue;
     span_names_.push_back(name);
     spans_.push_back(std::move(mask));
   }
@@ -91,8 +134,13 @@ void open_loop_pass::start_lanes(std::vector<lane_output>& out) {
         fail(out[i], missing);
         continue;
       }
-      auto lane = start_lane(policy);
-      if (options_.device != nullptr) lane->host_note = host_reason(policy, shape_);
+      auto lane = start_lane(
+          with_files(policy, model_.n_layers, model_.n_q_heads, model_.n_kv_heads, info_.id));
+      if (options_.device != nullptr) {
+        lane->host_note = trace_.layer(info_.id, layers_.front()).has_q
+                              ? host_reason(policy, shape_)
+                              : "on the CPU: the trace has attention alone";
+      }
       if (options_.device != nullptr && lane->host_note.empty()) {
         lane->device = std::make_unique<device_lane>(lane->state, *options_.device);
       }
@@ -113,12 +161,50 @@ std::unique_ptr<running_lane> open_loop_pass::start_lane(const policies::policy&
     tight = policies::gate_decisions(gate, info_.n_prompt, c);
   }
   const auto layers = static_cast<int>(layers_.size());
-  return std::make_unique<running_lane>(running_lane{
+  auto started = std::make_unique<running_lane>(running_lane{
       lane(policy, dims_for(model_), shape_, layers_, info_.n_prompt, std::move(tight)),
       lane_measures(layers, info_.n_decode(), model_.n_kv_heads, spans_.size()),
       options_.kept ? kept_log(layers, model_.n_kv_heads, info_.n_prompt) : kept_log(),
-      std::vector<std::string>(layers_.size()), std::vector<double>(layers_.size()), std::move(c),
-      tau});
+      std::vector<std::string>(layers_.size()),
+      std::vector<double>(layers_.size()),
+      std::move(c),
+      tau,
+      {}});
+  if (parts_.projected) {
+    started->measures.head_l1.assign(layers_.size() * static_cast<size_t>(model_.n_q_heads), 0.0);
+  }
+  if (policy.score.kind == policies::score_kind::image) find_images(*started);
+  return started;
+}
+
+// FastV ranks image positions by the attention of the prompt's last row in the layer before its
+// own, mean over the query heads.
+void open_loop_pass::find_images(running_lane& lane) const {
+  const auto& rule = lane.state.policy().image;
+  if (rule.dominant >= 0) return;
+  const int layer = rule.layer - 1;
+  const kernels::cache_shape own = cache_shape_for(model_, {&layer, 1});
+  const auto data = load_layer(trace_, info_.id, layer);
+  std::vector<float> rows(static_cast<size_t>(own.q_heads * info_.n_prompt)), mean;
+  full_rows_of(own, data, info_.n_prompt - 1, 1, info_.n_prompt, rows.data());
+  reduce_row(own, rows.data(), info_.n_prompt, info_.n_prompt, kernels::mass_layout::layer_mean,
+             mean);
+  mean.resize(static_cast<size_t>(info_.n_prompt));
+  lane.image_worth = std::move(mean);
+}
+
+layer_inputs open_loop_pass::inputs_for(const running_lane& lane, int slot, const layer_data& data,
+                                        const layer_inputs& shared) const {
+  layer_inputs inputs = shared;
+  const auto& policy = lane.state.policy();
+  if (policy.score.kind != policies::score_kind::image) return inputs;
+  inputs.image = image_;
+  if (policy.image.dominant >= 0) {
+    inputs.image_worth = data.image_score;
+  } else if (layers_[static_cast<size_t>(slot)] >= policy.image.layer) {
+    inputs.image_worth = lane.image_worth;
+  }
+  return inputs;
 }
 
 const std::vector<double>& open_loop_pass::confidence_for(const policies::gate_rule& gate) {
@@ -139,7 +225,14 @@ std::int64_t open_loop_pass::block_steps() const {
 void open_loop_pass::run_layer(int slot) {
   const int layer = layers_[static_cast<size_t>(slot)];
   const kernels::cache_shape own = cache_shape_for(model_, {&layer, 1});
-  const auto data = load_layer(trace_, info_.id, layer);
+  const auto any_lane = [&](const auto& is) {
+    return std::any_of(lanes_.begin(), lanes_.end(), [&](const auto& lane) {
+      return lane != nullptr && is(lane->state.policy());
+    });
+  };
+  const auto data = load_layer(trace_, info_.id, layer,
+                               any_lane([](const auto& p) { return p.needs.value_norm; }));
+  const bool recorded = data.q.empty();
   if (parts_.residual) {
     residual_norm_[static_cast<size_t>(slot)].assign(data.residual_norm.begin() + info_.n_prompt,
                                                      data.residual_norm.begin() + info_.n_tokens);
@@ -149,6 +242,9 @@ void open_loop_pass::run_layer(int slot) {
       parts_.projected ? output_weights(projection, trace_.wo(layer)) : std::vector<float>{};
   reference_l1_[static_cast<size_t>(slot)].resize(static_cast<size_t>(info_.n_decode()));
   prompt_observations prompt(own, data);
+  layer_inputs inputs = inputs_of(data);
+  const auto future = future_for(lanes_, own, data);
+  inputs.future = future.get();
   full_reference reference(
       own, data,
       {.rows = options_.quality && options_.bound, .bound = options_.quality && options_.bound});
@@ -167,14 +263,17 @@ void open_loop_pass::run_layer(int slot) {
     });
   };
   each_lane([&](running_lane& lane) {
-    const auto events = load_prompt(lane.state, slot, data, prompt);
+    const auto events =
+        load_prompt(lane.state, slot, data, prompt, inputs_for(lane, slot, data, inputs));
     lane.measures.prompt_evicted[static_cast<size_t>(slot)] = events.evicted;
     lane.kept.note(lane.state.cache(), slot, info_.n_prompt - 1);
+    add_critical(events, lane.measures.critical[static_cast<size_t>(slot)]);
   });
   const std::int64_t block = block_steps();
   for (std::int64_t first = info_.n_prompt; first < info_.n_tokens; first += block) {
     const std::int64_t steps = std::min(block, info_.n_tokens - first);
-    if (options_.quality) reference.load(first, steps);
+    if (options_.quality || recorded) reference.load(first, steps);
+    if (future != nullptr) future->load(first, steps);
     if (parts_.projected) {
       const auto rows =
           project(projection, weights,
@@ -185,22 +284,35 @@ void open_loop_pass::run_layer(int slot) {
       }
     }
     each_lane([&](running_lane& lane) {
-      run_lane_block(lane, slot, data, reference, weights, first, steps, own);
+      run_lane_block(lane, slot, data, reference, inputs_for(lane, slot, data, inputs), weights,
+                     first, steps, own);
     });
     report_progress(steps);
   }
 }
 
 void open_loop_pass::run_lane_block(running_lane& lane, int slot, const layer_data& data,
-                                    const full_reference& reference, std::span<const float> weights,
-                                    std::int64_t first, std::int64_t steps,
-                                    const kernels::cache_shape& own) {
+                                    const full_reference& reference, const layer_inputs& inputs,
+                                    std::span<const float> weights, std::int64_t first,
+                                    std::int64_t steps, const kernels::cache_shape& own) {
   using clock = std::chrono::steady_clock;
   const auto start = clock::now();
   std::vector<float> o(static_cast<size_t>(steps * data.o_width));
   std::vector<step_events> events(static_cast<size_t>(steps));
   step_observation observation(own, data, reference, spans_, parts_, options_.skip);
-  layer_block block{first, steps, data.q_at(first), data.k_at(first), data.v_at(first), o.data()};
+  layer_block block;
+  block.first = first;
+  block.steps = steps;
+  block.inputs = &inputs;
+  block.o = o.data();
+  if (data.q.empty()) {
+    block.rows = reference.rows(first);
+    block.row_stride = reference.row_stride();
+  } else {
+    block.q = data.q_at(first);
+    block.k = data.k_at(first);
+    block.v = data.v_at(first);
+  }
   step_observer observe;
   if (options_.quality) {
     observe = [&](std::int64_t t, const float* out, const float* lse, const step_events&) {
@@ -211,7 +323,9 @@ void open_loop_pass::run_lane_block(running_lane& lane, int slot, const layer_da
   if (options_.kept) kept = [&](std::int64_t t) { lane.kept.note(lane.state.cache(), slot, t); };
   replay_layer(lane.state, slot, block, events, observe, kept);
   for (std::int64_t i = 0; i < steps; ++i) {
-    take_events(events[static_cast<size_t>(i)], lane.measures.at(slot, first - info_.n_prompt + i));
+    const auto& e = events[static_cast<size_t>(i)];
+    take_events(e, lane.measures.at(slot, first - info_.n_prompt + i));
+    add_critical(e, lane.measures.critical[static_cast<size_t>(slot)]);
   }
   if (parts_.projected) project_block(lane, slot, reference, weights, o, first, steps);
   lane.seconds[static_cast<size_t>(slot)] +=
@@ -232,8 +346,34 @@ void open_loop_pass::project_block(running_lane& lane, int slot, const full_refe
     const auto& row = rows[static_cast<size_t>(i)];
     at.residual_error2 = row.norm2;
     at.projected_error_l1 = row.l1;
-    at.head_l1_sum = row.head_l1_sum;
+    at.head_l1_sum = std::accumulate(row.head_l1.begin(), row.head_l1.end(), 0.0);
     at.projected_reference_l1 = reference_l1_[static_cast<size_t>(slot)][static_cast<size_t>(t)];
+    if (t < options_.skip) continue;
+    for (int h = 0; h < model_.n_q_heads; ++h) {
+      const double l1 = row.head_l1[static_cast<size_t>(h)];
+      lane.measures.head_l1[static_cast<size_t>(slot * model_.n_q_heads + h)] += l1;
+      lane.measures.heads[static_cast<size_t>(slot * model_.n_kv_heads + h / model_.group())].l1 +=
+          l1;
+    }
+  }
+}
+
+// Lanes whose budget spans all layers are decided first, so that the layers may then run as they
+// always do.
+void open_loop_pass::decide_global(std::vector<lane_output>& out) {
+  std::vector<lane*> coupled;
+  std::vector<size_t> index;
+  for (size_t i = 0; i < lanes_.size(); ++i) {
+    if (lanes_[i] == nullptr || !lanes_[i]->state.policy().needs.all_layers) continue;
+    coupled.push_back(&lanes_[i]->state);
+    index.push_back(i);
+  }
+  if (coupled.empty()) return;
+  const auto failed = decide_global_lanes(trace_, info_.id, coupled);
+  for (size_t i = 0; i < coupled.size(); ++i) {
+    if (failed[i].empty()) continue;
+    fail(out[index[i]], failed[i]);
+    lanes_[index[i]] = nullptr;
   }
 }
 

@@ -103,7 +103,8 @@ void open_loop_pass::run_device_group(const device_group& group) {
   }
   each_device_lane([&](running_lane& lane) {
     for (const auto& layer : group) {
-      const auto events = load_prompt(lane.state, layer->slot, layer->data, layer->prompt);
+      const auto events =
+          load_prompt(lane.state, layer->slot, layer->data, layer->prompt, inputs_of(layer->data));
       lane.measures.prompt_evicted[static_cast<size_t>(layer->slot)] = events.evicted;
       lane.kept.note(lane.state.cache(), layer->slot, info_.n_prompt - 1);
       lane.device->load(layer->slot);

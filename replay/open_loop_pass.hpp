@@ -32,6 +32,7 @@ struct running_lane {
   std::vector<double> seconds;      // [layers]
   std::vector<double> confidence;   // [decode steps + 1] or empty
   double tau = 0;
+  std::vector<float> image_worth = {};  // [n_tokens] of a policy that ranks images by one layer
   std::unique_ptr<device_lane> device = {};  // null: on the host
   std::string host_note = {};                // why there, where a device was offered
 };
@@ -43,7 +44,8 @@ class open_loop_pass {
       : trace_(trace),
         info_(first_steps(trace.sequence(sequence), options.steps)),
         model_(trace.model()),
-        policies_(policies),
+        policies_(policies.begin(), policies.end()),
+        asked_(policies.size()),
         options_(options),
         layers_(model_.layers),
         shape_(cache_shape_for(model_, layers_)) {}
@@ -56,14 +58,20 @@ class open_loop_pass {
       info.n_tokens = std::min<decltype(info.n_tokens)>(info.n_tokens, info.n_prompt + steps);
     return info;
   }
+  void add_bases();
   void start_lanes(std::vector<lane_output>& out);
+  void decide_global(std::vector<lane_output>& out);
+  void find_images(running_lane& lane) const;
+  layer_inputs inputs_for(const running_lane& lane, int slot, const layer_data& data,
+                          const layer_inputs& shared) const;
   std::unique_ptr<running_lane> start_lane(const policies::policy& policy);
   const std::vector<double>& confidence_for(const policies::gate_rule& gate);
   void find_spans();
   void run_layer(int slot);
   void run_lane_block(running_lane& lane, int slot, const layer_data& data,
-                      const full_reference& reference, std::span<const float> weights,
-                      std::int64_t first, std::int64_t steps, const kernels::cache_shape& own);
+                      const full_reference& reference, const layer_inputs& inputs,
+                      std::span<const float> weights, std::int64_t first, std::int64_t steps,
+                      const kernels::cache_shape& own);
   void project_block(running_lane& lane, int slot, const full_reference& reference,
                      std::span<const float> weights, std::span<const float> o, std::int64_t first,
                      std::int64_t steps);
@@ -84,6 +92,7 @@ class open_loop_pass {
   }
   std::int64_t block_steps() const;
   void finish(const running_lane& lane, lane_output& out) const;
+  void finish_critical(size_t index, reports::result& row) const;
   void finish_spans(const running_lane& lane, reports::result& row) const;
   void finish_rows(const running_lane& lane, lane_output& out) const;
   reduce_context context_for(const running_lane& lane) const;
@@ -91,13 +100,15 @@ class open_loop_pass {
   const traces::reader& trace_;
   const traces::sequence_info info_;  // cut where only the first steps are run
   const traces::model_info& model_;
-  std::span<const policies::policy> policies_;
+  std::vector<policies::policy> policies_;  // those asked for, then the bases of critical ones
+  size_t asked_;
   const open_loop_options& options_;
   std::vector<int> layers_;
   kernels::cache_shape shape_;
   measured_parts parts_;
   std::vector<std::string> span_names_;
   std::vector<span_mask> spans_;
+  std::vector<std::uint8_t> image_;                   // [n_tokens] 1: in a span `image`; or empty
   std::vector<std::unique_ptr<running_lane>> lanes_;  // [policies], null: refused
   std::vector<std::vector<float>> residual_norm_;     // [layers][decode steps]
   std::vector<std::vector<double>> reference_l1_;     // [layers][decode steps]

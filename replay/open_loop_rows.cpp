@@ -84,6 +84,9 @@ void open_loop_pass::finish(const running_lane& lane, lane_output& out) const {
              "residual_rel_l2 not measured: the trace lacks wo or residual_norm "
              "(record --with wo,residual)");
   }
+  if (!parts_.output && options_.quality) {
+    add_note(row, "outputs not measured: the trace has attention alone, no q, k, v");
+  }
   finish_spans(lane, row);
   finish_rows(lane, out);
   if (options_.details) {
@@ -97,6 +100,22 @@ void open_loop_pass::finish(const running_lane& lane, lane_output& out) const {
   }
   out.layers = layers_;
   out.dropped = lane.kept.dropped();
+}
+
+// CriticalKV's measure: in how many (layer, query head) pairs the loss fell.
+void open_loop_pass::finish_critical(size_t index, reports::result& row) const {
+  const auto& policy = lanes_[index]->state.policy();
+  if (!policy.critical.on) return;
+  const auto base = policies::without_modifier(policy, "critical").resolved;
+  for (size_t i = 0; i < policies_.size(); ++i) {
+    if (policies_[i].resolved != base || lanes_[i] == nullptr) continue;
+    const auto& with = lanes_[index]->measures.head_l1;
+    const auto& without = lanes_[i]->measures.head_l1;
+    std::int64_t better = 0;
+    for (size_t h = 0; h < with.size(); ++h) better += with[h] < without[h] ? 1 : 0;
+    row.quality.heads_improved = static_cast<double>(better) / static_cast<double>(with.size());
+    return;
+  }
 }
 
 void open_loop_pass::finish_spans(const running_lane& lane, reports::result& row) const {
@@ -172,6 +191,7 @@ void open_loop_pass::finish_rows(const running_lane& lane, lane_output& out) con
     if (parts_.output && at.reference2 > 0) {
       row.output_rel_l2 = std::sqrt(at.error2 / at.reference2);
     }
+    if (parts_.projected) row.head_l1 = at.l1 / (scored * model_.group());
     out.heads.push_back(row);
   }
 }

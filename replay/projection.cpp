@@ -53,6 +53,7 @@ std::vector<projected_row> project(const projection_shape& shape, std::span<cons
   const auto n = static_cast<size_t>(rows);
   const auto heads = by_head(shape, x, rows);
   std::vector<projected_row> out(n);
+  for (auto& row : out) row.head_l1.assign(static_cast<size_t>(shape.q_heads), 0.0);
   std::vector<float> one(n * tile), total(n * tile);
   for (int j = 0; j < tiles_of(shape); ++j) {
     std::fill(total.begin(), total.end(), 0.0F);
@@ -62,7 +63,7 @@ std::vector<projected_row> project(const projection_shape& shape, std::span<cons
                        one.data(), tile);
       for (size_t r = 0; r < n; ++r) {
         const float* y = &one[r * tile];
-        out[r].head_l1_sum += sum_of_magnitudes(y);
+        out[r].head_l1[static_cast<size_t>(h)] += sum_of_magnitudes(y);
         for (size_t c = 0; c < tile; ++c) total[r * tile + c] += y[c];
       }
     }
@@ -75,6 +76,27 @@ std::vector<projected_row> project(const projection_shape& shape, std::span<cons
     }
   }
   return out;
+}
+
+std::vector<float> value_norms(const projection_shape& shape, std::span<const float> weights,
+                               int kv_heads, std::span<const float> v, std::int64_t rows) {
+  const auto& loops = kernels::active_loops();
+  const std::int64_t dim = shape.value_dim, group = shape.q_heads / kv_heads;
+  const auto heads = by_head({kv_heads, shape.value_dim, shape.hidden_size}, v, rows);
+  std::vector<double> sums(static_cast<size_t>(rows * shape.q_heads), 0.0);
+  std::vector<float> one(static_cast<size_t>(rows * tile));
+  for (int j = 0; j < tiles_of(shape); ++j) {
+    for (std::int64_t h = 0; h < shape.q_heads; ++h) {
+      const float* w = &weights[static_cast<size_t>((j * shape.q_heads + h) * dim * tile)];
+      loops.score_tile(&heads[static_cast<size_t>(h / group * rows * dim)], rows, w,
+                       shape.value_dim, one.data(), tile);
+      for (std::int64_t r = 0; r < rows; ++r) {
+        sums[static_cast<size_t>(r * shape.q_heads + h)] +=
+            sum_of_magnitudes(&one[static_cast<size_t>(r * tile)]);
+      }
+    }
+  }
+  return {sums.begin(), sums.end()};
 }
 
 }  // namespace kvreplay::replay

@@ -13,9 +13,9 @@ struct projection_shape {
 };
 
 struct projected_row {
-  double norm2 = 0;        // ||sum_h x_h W_O^h||_2^2
-  double l1 = 0;           // ||sum_h x_h W_O^h||_1
-  double head_l1_sum = 0;  // sum over heads of ||x_h W_O^h||_1
+  double norm2 = 0;             // ||sum_h x_h W_O^h||_2^2
+  double l1 = 0;                // ||sum_h x_h W_O^h||_1
+  std::vector<double> head_l1;  // [q_heads] ||x_h W_O^h||_1
 };
 
 // The output projection of a trace, wo [q_heads, value_dim, hidden_size], as `project` reads it:
@@ -27,5 +27,10 @@ std::vector<float> output_weights(const projection_shape& shape, std::span<const
 // the rows beside it), so blocks may be cut anywhere.
 std::vector<projected_row> project(const projection_shape& shape, std::span<const float> weights,
                                    std::span<const float> x, std::int64_t rows);
+
+// L1 norm of each value through every query head's slice of the output projection (CriticalKV):
+// v [rows, kv_heads, value_dim] -> [rows, q_heads].
+std::vector<float> value_norms(const projection_shape& shape, std::span<const float> weights,
+                               int kv_heads, std::span<const float> v, std::int64_t rows);
 
 }  // namespace kvreplay::replay

@@ -11,7 +11,9 @@
 #include "kernels/kv_cache.hpp"
 #include "policies/budget.hpp"
 #include "replay/bind.hpp"
+#include "replay/host_rule.hpp"
 #include "replay/layer_data.hpp"
+#include "replay/layer_inputs.hpp"
 
 namespace kvreplay::replay {
 
@@ -39,6 +41,19 @@ class lane {
   void decide(std::int64_t step, bool tight) {
     tight_.at(static_cast<size_t>(step - (n_prompt_ - 1))) = tight ? 1 : 0;
   }
+  // The rule of a slot whose score no kernel keeps, else null. Shared by nobody, copied with the
+  // lane.
+  host_rule* rule(int slot) const { return host_rules_[static_cast<size_t>(slot)].get(); }
+  // How a step's mass is wanted: none also where nothing after the prompt reads it.
+  kernels::mass_layout step_mass() const {
+    return policy_.trigger.prefill_only ? kernels::mass_layout::none : rules_.mass;
+  }
+
+  // Under a budget over all layers: how many entries each (slot, KV head) keeps after a step,
+  // decided by who saw all layers (selection.hpp). Steps come in order from P-1 on, or are decided
+  // anew.
+  void decide_counts(std::int64_t step, std::span<const int> counts);
+  int count(std::int64_t step, int slot, int kv_head) const;
 
  private:
   policies::policy policy_;
@@ -48,6 +63,8 @@ class lane {
   std::int64_t n_prompt_;
   std::vector<std::uint8_t> tight_;
   kernels::kv_cache cache_;
+  std::vector<rule_ptr> host_rules_;  // [slots]
+  std::vector<int> counts_;           // [steps from P-1 on, slots, kv_heads]
 };
 
 // Microseconds in the kernels of one layer's step; select includes compact.
@@ -65,33 +82,47 @@ struct step_events {
                              // ran, or everything may stay
   bool degenerate = false;
   kernel_times us;
+  int critical_heads = 0, critical_over_half = 0;  // KV heads in which two stages selected, and
+                                                   // those whose first holds over half of the mass
 };
 
 // Rows of the steps first .. first + steps - 1.
 struct layer_block {
   std::int64_t first = 0, steps = 0;
-  const float* q = nullptr;  // [steps, q_heads, head_dim]
-  const float* k = nullptr;  // [steps, kv_heads, head_dim]
-  const float* v = nullptr;  // [steps, kv_heads, value_dim]
-  float* o = nullptr;        // [steps, q_heads, value_dim], filled
-  bool settle_last = true;   // false: selection and ageing after the last step are the caller's
+  const float* q = nullptr;              // [steps, q_heads, head_dim]
+  const float* k = nullptr;              // [steps, kv_heads, head_dim]
+  const float* v = nullptr;              // [steps, kv_heads, value_dim]
+  float* o = nullptr;                    // [steps, q_heads, value_dim], filled
+  const layer_inputs* inputs = nullptr;  // what score rules read; null: nothing
+  // In place of q, k, v and o: recorded probability rows [steps, q_heads, row_stride].
+  const float* rows = nullptr;
+  std::int64_t row_stride = 0;
+  bool settle_last = true;  // false: selection and ageing after the last step are the caller's
 };
 
-// Called while S(t) stands, between attention and selection, with the step's o and lse [q_heads].
+// Called while S(t) stands, between attention and selection, with the step's o and lse [q_heads]
+// (null without q, k, v).
 using step_observer =
     std::function<void(std::int64_t step, const float* o, const float* lse, const step_events&)>;
 // Called after ageing (step 7), P-1 included.
 using kept_observer = std::function<void(std::int64_t step)>;
 
-// Fills the cache of one slot with the prompt and seeds the scores with the prompt's own attention.
-void fill_prompt(lane& lane, int slot, const layer_data& data, prompt_observations& prompt);
+// Fills the cache of one slot with the prompt and lets the score rule see the prompt's attention.
+void fill_prompt(lane& lane, int slot, const layer_data& data, prompt_observations& prompt,
+                 const layer_inputs& inputs);
 
-// Selection (step 6) and ageing (step 7) after a step, P-1 included: evicted, budget and degenerate
-// of `events` are set.
-void settle(lane& lane, int slot, std::int64_t step, step_events& events);
+// Selection (step 6) and ageing (step 7) after a step, P-1 included: evicted, budget, degenerate
+// and critical counts of `events` are set.
+void settle(lane& lane, int slot, std::int64_t step, step_events& events,
+            const layer_inputs& inputs);
 
 // fill_prompt, then settle as if after position P-1. Returns that selection's events.
-step_events load_prompt(lane& lane, int slot, const layer_data& data, prompt_observations& prompt);
+step_events load_prompt(lane& lane, int slot, const layer_data& data, prompt_observations& prompt,
+                        const layer_inputs& inputs);
+
+// One step up to the selection: append, attend, observe, update scores. i counts from block.first.
+void attend_step(lane& lane, int slot, const layer_block& block, std::int64_t i, step_events& at,
+                 const step_observer& observe = {});
 
 // Runs the block. events [steps] is filled; the observers may be empty.
 void replay_layer(lane& lane, int slot, const layer_block& block, std::span<step_events> events,

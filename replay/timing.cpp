@@ -15,6 +15,7 @@
 #include "policies/gate.hpp"
 #include "replay/bind.hpp"
 #include "replay/layer_data.hpp"
+#include "replay/policy_files.hpp"
 #include "replay/replay_layer.hpp"
 #include "replay/timing_parts.hpp"
 
@@ -83,6 +84,18 @@ double mean(const std::vector<double>& values) {
   return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
 }
 
+// Why a policy cannot be timed one layer at a time, from the kernels it would run; empty: it can.
+std::string untimed(const policies::policy& policy) {
+  const auto& needs = policy.needs;
+  const bool looks_ahead = policy.score.kind == policies::score_kind::future;
+  if (!looks_ahead && !needs.all_layers && !needs.image_span && !policy.rerotate) return {};
+  return fmt::format("{} is not timed: {}", policy.name,
+                     looks_ahead        ? "it reads the future"
+                     : needs.all_layers ? "it has one budget over all layers"
+                     : policy.rerotate  ? "rerotate attends in FP32 on the host"
+                                        : "it ranks by another layer or an image encoder");
+}
+
 class timing_run {
  public:
   timing_run(const traces::reader& trace, int sequence, const timing_options& options)
@@ -109,7 +122,7 @@ class timing_run {
                                       : copy_bandwidth(bytes);
   }
   layer_block step_of(const layer_data& data, std::int64_t t, float* o) const {
-    return {t, 1, data.q_at(t), data.k_at(t), data.v_at(t), o};
+    return {t, 1, data.q_at(t), data.k_at(t), data.v_at(t), o, &inputs_};
   }
 
   const traces::reader& trace_;
@@ -118,6 +131,7 @@ class timing_run {
   const timing_options& options_;
   int rounds_;
   policies::policy full_ = policies::parse_policy("full");
+  layer_inputs inputs_;            // of the layer being timed
   std::vector<timed_lane> lanes_;  // the full cache first, then as given
   std::int64_t layers_done_ = 0;
   double memory_bandwidth_ = 0;
@@ -127,6 +141,7 @@ void timing_run::start(timed_lane& lane) {
   lane.samples.assign(options_.batch.size(),
                       std::vector<step_sample>(static_cast<size_t>(rounds_ * info_.n_decode())));
   lane.failed = missing_for(*lane.policy, trace_, info_.id);
+  if (lane.failed.empty()) lane.failed = untimed(*lane.policy);
   const auto& budget = lane.policy->budget;
   if (!lane.failed.empty() || !budget.gated) return;
   lane.tight = policies::gate_decisions(budget.gate, info_.n_prompt,
@@ -135,8 +150,10 @@ void timing_run::start(timed_lane& lane) {
 
 lane timing_run::loaded_lane(const timed_lane& timed, int layer, const kernels::cache_shape& own,
                              const layer_data& data, prompt_observations& prompt) const {
-  lane out(*timed.policy, dims_for(model_), own, {layer}, info_.n_prompt, timed.tight);
-  load_prompt(out, 0, data, prompt);
+  lane out(
+      with_files(*timed.policy, model_.n_layers, model_.n_q_heads, model_.n_kv_heads, info_.id),
+      dims_for(model_), own, {layer}, info_.n_prompt, timed.tight);
+  load_prompt(out, 0, data, prompt, inputs_);
   return out;
 }
 
@@ -188,7 +205,11 @@ void timing_run::time_layer(timed_lane& timed, size_t which, const lane& loaded,
 void timing_run::run_layer(int layer) {
   using clock = std::chrono::steady_clock;
   const kernels::cache_shape own = cache_shape_for(model_, {&layer, 1});
-  const auto data = load_layer(trace_, info_.id, layer);
+  const bool value_norm = std::any_of(lanes_.begin(), lanes_.end(), [](const timed_lane& l) {
+    return l.failed.empty() && l.policy->needs.value_norm;
+  });
+  const auto data = load_layer(trace_, info_.id, layer, value_norm);
+  inputs_ = inputs_of(data);
   prompt_observations prompt(own, data);
   for (auto& timed : lanes_) {
     if (!timed.failed.empty()) continue;

@@ -52,7 +52,7 @@ class device_copies {
         on_device_(state_, device) {
     for (size_t slot = 0; slot < numbers_.size(); ++slot) {
       timed_layer& layer = *layers_[slot % layers_.size()];
-      load_prompt(state_, static_cast<int>(slot), layer.data, layer.prompt);
+      load_prompt(state_, static_cast<int>(slot), layer.data, layer.prompt, inputs_of(layer.data));
       on_device_.load(static_cast<int>(slot));
     }
     events_.resize(numbers_.size());

@@ -137,8 +137,9 @@ void write_row(std::ostream& out, const step_row& r) {
 }
 
 void write_row(std::ostream& out, const head_row& r) {
-  out << fmt::format("{},{},{},{},{},{}\n", key(r.key), r.layer, r.kv_head, number(r.mean_entries),
-                     number(r.attention_recall), number(r.output_rel_l2));
+  out << fmt::format("{},{},{},{},{},{},{}\n", key(r.key), r.layer, r.kv_head,
+                     number(r.mean_entries), number(r.attention_recall), number(r.output_rel_l2),
+                     number(r.head_l1));
 }
 
 void write_row(std::ostream& out, const kept_row& r) {

@@ -39,7 +39,7 @@ struct step_row {
 struct head_row {
   row_key key;
   int layer = 0, kv_head = 0;
-  maybe mean_entries, attention_recall, output_rel_l2;
+  maybe mean_entries, attention_recall, output_rel_l2, head_l1;
 };
 
 // --kept: what a KV head holds after the selection and ageing of a step.
@@ -56,7 +56,8 @@ inline constexpr std::string_view steps_header =
     "trace,policy,mode,sequence,step,bytes,entries,confidence,budget,attention_recall,"
     "output_rel_l2\n";
 inline constexpr std::string_view heads_header =
-    "trace,policy,mode,sequence,layer,kv_head,mean_entries,attention_recall,output_rel_l2\n";
+    "trace,policy,mode,sequence,layer,kv_head,mean_entries,attention_recall,output_rel_l2,head_"
+    "l1\n";
 inline constexpr std::string_view kept_header =
     "trace,policy,mode,sequence,step,layer,kv_head,positions\n";
 void write_row(std::ostream& out, const step_row& row);

@@ -130,10 +130,10 @@ TEST_CASE("detailed files") {
   CHECK(to_csv(std::vector<step_row>{step}) ==
         "trace,policy,mode,sequence,step,bytes,entries,confidence,budget,attention_recall,"
         "output_rel_l2\n\"a,b.h5\",window:budget=4,open,2,7,1024,4.5,0.1,,,0.25\n");
-  const head_row head = {key, 1, 0, 4.5, 0.5, maybe()};
+  const head_row head = {key, 1, 0, 4.5, 0.5, maybe(), 0.125};
   CHECK(to_csv(std::vector<head_row>{head}) ==
-        "trace,policy,mode,sequence,layer,kv_head,mean_entries,attention_recall,output_rel_l2\n"
-        "\"a,b.h5\",window:budget=4,open,2,1,0,4.5,0.5,\n");
+        "trace,policy,mode,sequence,layer,kv_head,mean_entries,attention_recall,output_rel_l2,"
+        "head_l1\n\"a,b.h5\",window:budget=4,open,2,1,0,4.5,0.5,,0.125\n");
   const kept_row kept = {key, 7, 1, 0, {0, 3, 12}};
   CHECK(to_csv(std::vector<kept_row>{kept, {key, 8, 1, 0, {}}}) ==
         "trace,policy,mode,sequence,step,layer,kv_head,positions\n"

@@ -113,18 +113,19 @@ std::vector<planned_column> plan_layer(const model_info& model, const sequence_p
   const std::int64_t t = plan.n_tokens, tail = t - plan.first_row;
   const std::int64_t hq = model.n_q_heads, hkv = model.n_kv_heads;
   const element half = element::float16, full = element::float32;
-  std::vector<planned_column> columns = {
-      {"k", {t, hkv, model.head_dim}, half, row_axis::position},
-      {"v", {t, hkv, model.value_dim}, half, row_axis::position}};
+  std::vector<planned_column> columns;
   const auto add = [&](bool wanted, planned_column column) {
     if (wanted) columns.push_back(std::move(column));
   };
+  add(plan.kv, {"k", {t, hkv, model.head_dim}, half, row_axis::position});
+  add(plan.kv, {"v", {t, hkv, model.value_dim}, half, row_axis::position});
   add(plan.q, {"q", {tail, hq, model.head_dim}, half, row_axis::query});
   add(plan.o, {"o", {tail, hq, model.value_dim}, plan.o_float16 ? half : full, row_axis::query});
   add(plan.lse, {"lse", {tail, hq}, full, row_axis::query});
   add(plan.value_norm, {"value_norm", {t, hq}, full, row_axis::position});
   add(plan.residual_norm, {"residual_norm", {t}, full, row_axis::position});
   add(plan.retention, {"retention", {t, hkv}, full, row_axis::position});
+  add(plan.image_score, {"image_score", {t}, full, row_axis::position});
   add(plan.column_sum, {"column_sum", {hq, plan.n_prompt}, full, row_axis::head});
   const auto attn_rows = static_cast<std::int64_t>(plan.attn_pos.size());
   add(attn_rows > 0, {"attn", {attn_rows, hq, t}, half, row_axis::attention_row});

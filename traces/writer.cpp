@@ -421,6 +421,10 @@ void writer::put_retention(int layer, std::int64_t first, std::span<const float>
   impl_->put_floats(impl_->layer_name(layer, "retention"), first, rows);
 }
 
+void writer::put_image_score(int layer, std::int64_t first, std::span<const float> rows) {
+  impl_->put_floats(impl_->layer_name(layer, "image_score"), first, rows);
+}
+
 void writer::put_column_sum(int layer, std::span<const float> sums) {
   impl_->put_floats(impl_->layer_name(layer, "column_sum"), 0, sums);
 }

@@ -25,9 +25,10 @@ struct sequence_plan {
   bool logits = false;                  // float32
   bool confidence = false;
   bool residual_final = false;  // float16 (cache_dtype float16) or float32
-  bool q = true, o = true, lse = true;
+  bool q = true, kv = true, o = true, lse = true;  // without q, k, v: attention alone
   bool o_float16 = true;
   bool value_norm = false, residual_norm = false, retention = false, column_sum = false;
+  bool image_score = false;
   std::vector<std::int32_t> attn_pos;  // probability rows to come; empty: none
   std::vector<std::pair<int, int>> chunks;
   std::map<std::string, std::vector<std::pair<int, int>>> spans;
@@ -60,6 +61,7 @@ class writer {
   void put_lse(int layer, std::int64_t first, std::span<const float> rows);
   void put_value_norm(int layer, std::int64_t first, std::span<const float> rows);
   void put_residual_norm(int layer, std::int64_t first, std::span<const float> rows);
+  void put_image_score(int layer, std::int64_t first, std::span<const float> rows);
   void put_retention(int layer, std::int64_t first, std::span<const float> rows);
   void put_column_sum(int layer, std::span<const float> sums);
   void put_attention(int layer, std::int64_t row, std::span<const half_bits> probabilities);
