@@ -303,9 +303,9 @@ int budget_plan::head_share(int share, int layer, int kv_head) const {
   return static_cast<int>(std::clamp<double>(own + static_cast<double>(window), 1, INT_MAX));
 }
 
-int budget_plan::target(int budget, int held) const {
-  if (held <= budget || policy_.budget.drop == 0) return budget;
-  return std::max(1, budget - static_cast<int>(std::floor(policy_.budget.drop * budget)));
+std::int64_t budget_plan::target(std::int64_t budget) const {
+  const double dropped = std::floor(policy_.budget.drop * static_cast<double>(budget));
+  return std::max<std::int64_t>(1, budget - static_cast<std::int64_t>(dropped));
 }
 
 std::int64_t budget_plan::total(std::int64_t step, bool tight) const {

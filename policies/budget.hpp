@@ -47,8 +47,8 @@ class budget_plan {
   // of the one number), for reports.
   int share(std::int64_t step, int layer, bool tight) const;
 
-  // What a head with `budget` and `held` entries is cut to: scissorhands drops many at once.
-  int target(int budget, int held) const;
+  // What is left of a budget once more than it was held: scissorhands drops many at once.
+  std::int64_t target(std::int64_t budget) const;
 
   // A budget over all layers and heads at a step, division_kind::global.
   std::int64_t total(std::int64_t step, bool tight) const;

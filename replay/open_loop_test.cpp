@@ -7,36 +7,19 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "policies/policy.hpp"
+#include "replay/policy_sets.hpp"
 #include "replay/test_support.hpp"
+#include "replay/trace_copy.hpp"
 #include "reports/result.hpp"
 #include "traces/reader.hpp"
-#include "traces/writer.hpp"
 
 namespace kvreplay::replay {
 namespace {
-
-using kept_key = std::tuple<std::int64_t, int, int>;  // step, layer, head
-using kept_map = std::map<kept_key, std::vector<std::int32_t>>;
-
-std::vector<policies::policy> parse_all(const std::vector<std::string>& specs) {
-  std::vector<policies::policy> out;
-  for (const auto& spec : specs) out.push_back(policies::parse_policy(spec));
-  return out;
-}
-
-kept_map kept_sets(const traces::reader& trace, const lane_output& lane) {
-  kept_map sets;
-  for_each_kept_set(trace, 0, lane, [&](std::int64_t step, int layer, int head, const auto& p) {
-    sets[{step, layer, head}] = p;
-  });
-  return sets;
-}
 
 std::vector<std::string> specs_with(const std::string& budget) {
   std::vector<std::string> specs;
@@ -240,50 +223,6 @@ TEST_CASE("steps that are scored are the decode steps less the skipped ones") {
   }
 }
 
-// A copy of a trace in which the rows of position `from` on are other ones (as if another text had
-// followed), with o, lse and confidence left out where they would disagree, and with queries from
-// position `first_row` on only.
-void write_changed(const traces::reader& trace, const std::string& path, std::int64_t from,
-                   bool with_confidence, std::int64_t first_row = 0) {
-  const auto& model = trace.model();
-  const auto& info = trace.sequence(0);
-  traces::writer out(path, model, "test");
-  traces::sequence_plan plan;
-  plan.n_prompt = info.n_prompt;
-  plan.n_tokens = info.n_tokens;
-  plan.logit_pos = info.logit_pos;
-  plan.confidence = with_confidence;
-  plan.first_row = first_row;
-  plan.o = plan.lse = false;
-  out.begin_sequence(plan);
-  out.put_tokens(0, trace.tokens(0));
-  if (with_confidence) {
-    auto rows = trace.confidence(0);
-    for (size_t r = 0; r < info.logit_pos.size(); ++r) {
-      if (info.logit_pos[r] >= from) rows[4 * r] *= 0.5F;
-    }
-    out.put_confidence(0, rows);
-  }
-  for (const int layer : model.layers) {
-    auto slice = trace.read_layer(0, layer, 0, info.n_tokens);
-    const auto change = [&](std::vector<traces::half_bits>& values) {
-      const size_t width = values.size() / static_cast<size_t>(info.n_tokens);
-      for (size_t i = static_cast<size_t>(from) * width; i < values.size(); ++i)
-        values[i] ^= 0x8000U;
-    };
-    change(slice.q);
-    change(slice.v);
-    const auto width = static_cast<std::ptrdiff_t>(model.n_q_heads) * model.head_dim;
-    slice.q.erase(slice.q.begin(), slice.q.begin() + first_row * width);
-    out.put_q(layer, first_row, slice.q);
-    out.put_k(layer, 0, slice.k);
-    out.put_v(layer, 0, slice.v);
-  }
-  out.commit(info.n_tokens);
-  out.end_sequence();
-  out.finish();
-}
-
 TEST_CASE("rows after t change no decision up to t") {
   temporary_folder folder;
   const auto path = folder / "t.h5";
@@ -291,7 +230,7 @@ TEST_CASE("rows after t change no decision up to t") {
   const traces::reader trace(path);
   const std::int64_t from = 70;
   const auto changed_path = folder / "changed.h5";
-  write_changed(trace, changed_path, from, true);
+  copy_trace(trace, changed_path, {.changed_from = from});
   const traces::reader changed(changed_path);
   auto policies = parse_all(all_specs());
   std::erase_if(policies, [](const auto& p) { return p.needs.future; });
@@ -321,7 +260,7 @@ TEST_CASE("what a trace lacks is refused by name, by those who need it") {
   traces::synth(path, options_for(trace_kind::grouped, 21));
   const traces::reader trace(path);
   const auto bare_path = folder / "bare.h5";
-  write_changed(trace, bare_path, 96, false);
+  copy_trace(trace, bare_path, {.confidence = false});
   const traces::reader bare(bare_path);
   const auto lanes =
       replay_open(bare, 0,
@@ -344,7 +283,7 @@ TEST_CASE("a trace without the prompt's queries serves those who do not read the
   traces::synth(folder / "t.h5", options_for(trace_kind::grouped, 21));
   const traces::reader trace(folder / "t.h5");
   // From the prompt's last position on, as a recording of decode rows has them.
-  write_changed(trace, folder / "decode.h5", 96, true, 39);
+  copy_trace(trace, folder / "decode.h5", {.first_row = 39});
   const traces::reader decode(folder / "decode.h5");
   const auto policies =
       parse_all({"full", "window:budget=12", "streaming:budget=12", "random:budget=12",

@@ -91,7 +91,8 @@ class rule final : public cloned_rule<rule> {
     const std::int64_t slot = steps_ % score_.history;
     const auto word = static_cast<size_t>(slot / word_bits);
     const std::uint64_t bit = std::uint64_t{1} << (slot % word_bits);
-    const float even = 1.0F / static_cast<float>(positions_.size());
+    // An even share itself is not low, however it was rounded.
+    const auto even = static_cast<float>((1 - 1e-5) / static_cast<double>(positions_.size()));
     head_history next;
     next.position = positions_;
     next.words.reserve(positions_.size() * words_);

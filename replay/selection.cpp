@@ -122,7 +122,7 @@ std::vector<int> head_budgets(const layer_selection& at, step_events& events) {
         break;
     }
     total += b;
-    out.push_back(plan.target(b, held));
+    out.push_back(b);
   }
   if (at.even != everything) events.budget = total;
   return out;
@@ -197,13 +197,21 @@ void drop_images(const layer_selection& at, step_events& events) {
 void select_entries(lane& lane, int slot, std::int64_t step, const layer_inputs& inputs,
                     step_events& events) {
   const auto& policy = lane.policy();
+  const auto division = policy.budget.division.kind;
+  const bool adaptive = division == policies::division_kind::adaptive;
   layer_selection at = selection_of(lane, slot, step, inputs);
   if (policy.score.kind == policies::score_kind::given) return keep_given(at, events);
   if (policy.score.kind == policies::score_kind::image) return drop_images(at, events);
   std::vector<int> budget = head_budgets(at, events);
   if (nothing_leaves(at, budget)) return;
+  for (int h = 0; h < at.heads(); ++h) {
+    // What is shared drops as one: then every head's part of it does.
+    auto& b = budget[static_cast<size_t>(h)];
+    const bool over = adaptive || lane.cache().entries(slot, h) > b;
+    if (over && division != policies::division_kind::global)
+      b = static_cast<int>(lane.plan().target(b));
+  }
   auto item = item_for(at);
-  const bool adaptive = policy.budget.division.kind == policies::division_kind::adaptive;
   std::vector<std::vector<float>> worth;
   if (item.rule == kernels::rank_rule::given || adaptive || policy.critical.on) {
     worth.resize(static_cast<size_t>(at.heads()));
@@ -232,8 +240,9 @@ std::vector<int> global_counts(lane& lane, std::int64_t step,
   for (int slot = 0; slot < slots; ++slot) {
     for (int h = 0; h < heads; ++h) held.push_back(lane.cache().entries(slot, h));
   }
-  const std::int64_t total = lane.plan().total(step, lane.tight(step));
+  std::int64_t total = lane.plan().total(step, lane.tight(step));
   if (std::accumulate(held.begin(), held.end(), std::int64_t{0}) <= total) return held;
+  total = lane.plan().target(total);
   std::vector<std::vector<policies::candidate>> candidates;
   std::vector<float> worth;
   for (int slot = 0; slot < slots; ++slot) {
