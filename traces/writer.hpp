@@ -24,7 +24,7 @@ struct sequence_plan {
   std::vector<std::int32_t> logit_pos;  // rows of confidence / logits / residual_final
   bool logits = false;                  // float32
   bool confidence = false;
-  bool residual_final = false;  // float16 (cache_dtype float16) or float32
+  bool residual_final = false;                     // float16 (cache_dtype float16) or float32
   bool q = true, kv = true, o = true, lse = true;  // without q, k, v: attention alone
   bool o_float16 = true;
   bool value_norm = false, residual_norm = false, retention = false, column_sum = false;
