@@ -57,23 +57,17 @@ def rows_at_once(batch: int, heads: int, keys: int, device: torch.device) -> int
 
 
 def visible(
-    first: int,
-    rows: int,
-    first_key: int,
-    keys: int,
-    window: int,
-    begin: torch.Tensor | None,
-    device: torch.device,
+    t: torch.Tensor, first_key: int, keys: int, window: int, begin: torch.Tensor | None
 ) -> torch.Tensor:
-    """[batch or 1, rows, keys] bool; `begin` [batch]: first padded position of each sequence."""
-    t = torch.arange(first, first + rows, device=device)[:, None]
-    j = torch.arange(first_key, first_key + keys, device=device)[None, :]
-    seen = j <= t
+    """t [rows]: padded positions of queries; `begin` [batch]: of the first key of each sequence.
+    -> [batch or 1, rows, keys] bool, on the device of t."""
+    rows, j = t[:, None], torch.arange(first_key, first_key + keys, device=t.device)[None, :]
+    seen = j <= rows
     if window:
-        seen &= j > t - window
+        seen &= j > rows - window
     if begin is None:
         return seen[None]
-    return seen[None] & (j[None] >= begin.to(device)[:, None, None])
+    return seen[None] & (j[None] >= begin.to(t.device)[:, None, None])
 
 
 def attend(
@@ -93,7 +87,8 @@ def attend(
     kv_heads, keys = k.shape[1], k.shape[2]
     group = heads // kv_heads
     first_key = first + n - keys
-    seen = visible(first, n, first_key, keys, how.window, begin, q.device)
+    # A single row without padding sees every key that it is given: the caller has cut the window.
+    all_seen = n == 1 and begin is None and (not how.window or keys <= how.window)
     wide = how.widen(q).reshape(batch, kv_heads, group * n, -1)
     scores = torch.empty(batch, kv_heads, group * n, keys, device=q.device, dtype=torch.float32)
     for at in range(0, keys, KEY_BLOCK):
@@ -102,13 +97,18 @@ def attend(
     scores = scores.view(batch, kv_heads, group, n, keys).mul_(how.scale)
     if how.softcap:
         scores = scores.div_(how.softcap).tanh_().mul_(how.softcap)
-    scores.masked_fill_(~seen[:, None, None], -torch.inf)
+    if not all_seen:
+        t = torch.arange(first, first + n, device=q.device)
+        seen = visible(t, first_key, keys, how.window, begin)
+        scores.masked_fill_(~seen[:, None, None], -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)  # [batch, kv_heads, group, n]
     if how.sinks is not None:
         lse = torch.logaddexp(lse, how.sinks.to(lse).view(1, kv_heads, group, 1))
     o = None
     if v is not None or column_sum is not None:
-        p = scores.sub_(lse[..., None]).exp_().nan_to_num_(0.0)  # rows of padding see nothing
+        p = scores.sub_(lse[..., None]).exp_()
+        if begin is not None:
+            p.nan_to_num_(0.0)  # rows of padding see nothing
         if column_sum is not None and counted is not None:
             sums = (
                 (p * counted.to(p.device)[:, None, None, :, None])
@@ -176,14 +176,16 @@ def mask_faults(
     from `end` on [batch] are padding, and what they see does not matter. -> a scalar on the mask's
     device: nothing waits for it here."""
     n, keys = mask.shape[2], mask.shape[3]
-    chosen = torch.unique(torch.linspace(0, n - 1, min(n, rows), device=mask.device).long())
+    chosen = torch.arange(0, n, -(-n // rows), device=mask.device)
+    if n > 1:
+        chosen[-1] = n - 1
     part = mask[:, :1].index_select(2, chosen)[:, 0]
-    lowest = torch.finfo(part.dtype).min / 2 if part.dtype.is_floating_point else 0
-    seen = part if part.dtype == torch.bool else part >= 0
-    bias = torch.zeros_like(seen) if part.dtype == torch.bool else (part != 0) & (part > lowest)
-    expected = visible(first, n, first + n - keys, keys, window, begin, mask.device)
-    expected = expected.index_select(1, chosen)
-    wrong = (seen != expected) | bias
+    expected = visible(first + chosen, first + n - keys, keys, window, begin)
+    if part.dtype == torch.bool:
+        wrong = part != expected
+    else:  # 0 or nearly the lowest number; anything between would bias the scores
+        lowest = torch.finfo(part.dtype).min / 2
+        wrong = torch.where(expected, part != 0, part > lowest)
     if begin is not None:
         wrong &= ((first + chosen) >= begin.to(mask.device)[:, None])[:, :, None]
     if end is not None:

@@ -10,8 +10,9 @@ from .errors import RecordError
 
 
 class Conveyor:
-    """put() hands over a piece of work and returns at once; what bounds memory is the pool that the
-    work's buffers come from (see transfer.py). The first exception is kept and raised by the next
+    """put() hands over a piece of work and returns at once; press() has the thread begin, once a
+    pass: woken for every piece it would take the interpreter from the model's thread in the midst
+    of a pass. What bounds memory is the pool that the work's buffers come from (see transfer.py). The first exception is kept and raised by the next
     put(), check() or close(); work after it is given to `drop`, so that its buffers return."""
 
     def __init__(self) -> None:
@@ -28,7 +29,12 @@ class Conveyor:
             if self._closing:
                 raise RecordError("the recording has ended")
             self._work.append((work, drop))
+
+    def press(self) -> None:
+        """Wakes the thread. Also for who waits for a buffer to come back; raises as check()."""
+        with self._changed:
             self._changed.notify()
+        self.check()
 
     def check(self) -> None:
         """Raises what went wrong in the thread."""

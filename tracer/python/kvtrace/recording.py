@@ -185,7 +185,7 @@ class Recording:
         """`work` on the values in host memory, in the writer thread."""
         conveyor = self._conveyor
         assert conveyor is not None
-        copy = self._transfer.send(values, conveyor.check)
+        copy = self._transfer.send(values, conveyor.press)
 
         def run() -> None:
             work(copy.array())
@@ -474,6 +474,8 @@ class Recording:
             if one.n > 1 or batch.uncommitted >= self.options.flush_every:
                 batch.uncommitted = 0
                 self._give(self._session.commit)
+            if self._conveyor is not None:
+                self._conveyor.press()
 
     def _check_seen(self, one: Pass) -> None:
         wanted = [layer for layer in one.layers if self.book.wanted(layer)]

@@ -323,6 +323,7 @@ class ConveyorTest(unittest.TestCase):
         conveyor.put(lambda: seen.append(1))
         conveyor.put(fail, lambda: dropped.append("fail"))
         conveyor.put(lambda: seen.append(2), lambda: dropped.append("after"))
+        conveyor.press()
         gate.set()
         with self.assertRaisesRegex(RecordError, "the disk"):
             conveyor.close()

@@ -146,6 +146,22 @@ class RunsTest(Case):
         self.assertEqual(sizes, [(12, 17), (9, 12), (9, 12), (8, 10)])
         self.assertEqual((recording.summary.sequences, recording.summary.positions), (4, 51))
 
+    def test_a_prompt_in_chunks_and_several_answers(self) -> None:
+        model, ids = make_model(configs()["gemma3"]), make_ids(1, 40)
+        for rows in ("all", "decode"):
+            found = []
+            for chunk in (None, 16):
+                with kvtrace.record(model, self.path, quiet=True, rows=rows, logits="full"):
+                    generate(model, ids, 8, min_new_tokens=8, prefill_chunk_size=chunk)
+                self.check()
+                found.append(read(self.path))
+            self.assert_same(*found, 2e-3)
+        with kvtrace.record(model, self.path, quiet=True):
+            out = generate(model, ids, 6, min_new_tokens=6, do_sample=True, num_return_sequences=3)
+        self.check()
+        for b in range(3):
+            np.testing.assert_array_equal(read(self.path, b)["tokens"], out[b, :-1])
+
     def test_layers_rows_and_column_sums(self) -> None:
         for name in ("gemma3", "gpt_oss"):
             with self.subTest(model=name):
