@@ -19,12 +19,14 @@ namespace kvreplay::replay {
 namespace {
 
 std::vector<lane_output> run(const traces::reader& trace, const std::vector<std::string>& specs,
-                             kernels::compute_device* device, std::int64_t block = 128) {
+                             kernels::compute_device* device, std::int64_t block = 128,
+                             std::int64_t steps = 0) {
   std::vector<policies::policy> policies;
   for (const auto& spec : specs) policies.push_back(policies::parse_policy(spec));
   open_loop_options options;
   options.kept = options.per_step = options.per_head = true;
   options.block = block;
+  options.steps = steps;
   options.device = device;
   return replay_open(trace, 0, policies, options);
 }
@@ -82,6 +84,13 @@ TEST_CASE("rows of the device are the host's on every golden trace") {
       check_same(there[i], host[i]);
     }
   }
+}
+
+TEST_CASE("a real model on the tensor cores: the host's rows") {
+  const auto device = kernels::open_emulated_device();
+  const traces::reader trace(std::string(KVREPLAY_SOURCE_DIR) + "/traces/samples/smollm2-64.h5");
+  const std::vector<std::string> specs{"tova:budget=24+int8:window=8"};
+  check_same(run(trace, specs, device.get(), 8, 12)[0], run(trace, specs, nullptr, 8, 12)[0]);
 }
 
 TEST_CASE("a device gives the same bits again, for any block, and beside lanes of the host") {
