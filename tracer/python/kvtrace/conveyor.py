@@ -12,8 +12,9 @@ from .errors import RecordError
 class Conveyor:
     """put() hands over a piece of work and returns at once; press() has the thread begin, once a
     pass: woken for every piece it would take the interpreter from the model's thread in the midst
-    of a pass. What bounds memory is the pool that the work's buffers come from (see transfer.py). The first exception is kept and raised by the next
-    put(), check() or close(); work after it is given to `drop`, so that its buffers return."""
+    of a pass. What bounds memory is the pool that the work's buffers come from (see transfer.py).
+    The first exception is kept and raised by the next put(), check() or close(); work after it is
+    given to `drop`, so that its buffers return."""
 
     def __init__(self) -> None:
         self._work: deque[tuple[Callable[[], None], Callable[[], None] | None]] = deque()

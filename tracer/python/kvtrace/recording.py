@@ -27,7 +27,7 @@ from .meter import Meter, Summary
 from .options import OBSERVATION_ROWS, ImageRequest, RecordOptions
 from .passes import Batch, Pass, clip
 from .schema import SequencePlan
-from .rows import BLOCK_BYTES, RowSender, check_keys, check_mask, check_outputs
+from .rows import RowSender, block_bytes, check_keys, check_mask, check_outputs
 from .session import HostSession, Place
 from .transfer import Lane, Transfer
 from .version import PRODUCER
@@ -547,7 +547,7 @@ class Recording:
         )
         if self.options.logits != "full":
             return
-        step = max(1, BLOCK_BYTES // (4 * logits.shape[0] * logits.shape[2]))
+        step = max(1, block_bytes(self.options) // (4 * logits.shape[0] * logits.shape[2]))
         for at in range(0, logits.shape[1], step):
             end = min(at + step, logits.shape[1])
             part = clip(rows, at, end)

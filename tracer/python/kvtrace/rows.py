@@ -24,6 +24,11 @@ BLOCK_BYTES = 16 << 20  # packed rows that are sent at once
 Piece = tuple[str, torch.Tensor, torch.dtype]  # name, [batch, n, ...], stored type
 
 
+def block_bytes(options: RecordOptions) -> int:
+    """Bytes that are sent at once: several blocks fit into the buffers."""
+    return min(BLOCK_BYTES, options.buffer_bytes // 4)
+
+
 def pack(pieces: Sequence[Piece]) -> tuple[torch.Tensor, list[Field]]:
     """Datasets side by side, so that a pass costs one copy: [batch, n, words] int16 and what lies
     where."""
@@ -124,6 +129,7 @@ class RowSender:
     ) -> None:
         self.book, self.options = book, options
         self._session, self._ship = session, ship
+        self._block = block_bytes(options)
 
     def send(
         self,
@@ -147,7 +153,7 @@ class RowSender:
         )
         step = min(
             n,
-            max(1, BLOCK_BYTES // (width * batch.size)),
+            max(1, self._block // (width * batch.size)),
             rows_at_once(batch.size, q.shape[1], min(keys, how.window or keys), q.device),
         )
         first_query = batch.first_query(OBSERVATION_ROWS) if self.options.rows == "decode" else 0

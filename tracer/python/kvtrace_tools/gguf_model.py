@@ -82,7 +82,7 @@ class Source:
         field = self.reader.get_field(key)
         return default if field is None else field.contents()
 
-    def number(self, key: str, kind: type, default: Any = None) -> Any:
+    def number(self, key: str, kind: type[int] | type[float], default: Any = None) -> Any:
         value = self.get(key, default)
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)

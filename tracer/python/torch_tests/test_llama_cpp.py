@@ -5,6 +5,7 @@ import sys
 import unittest
 from pathlib import Path
 
+import h5py
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -28,6 +29,8 @@ class LlamaCppTest(Case):
         for name in weights:
             if weights[name].ndim == 2:
                 weights[name] *= 1.5 * weights[name].shape[1] ** -0.5
+        if architecture == "gemma3":
+            helpers.add_gemma3_norms(weights)
         path = self.folder / f"{architecture}.gguf"
         helpers.write_gguf(
             path,
@@ -35,7 +38,7 @@ class LlamaCppTest(Case):
             weights,
             4,
             kv_heads,
-            "smollm" if architecture == "llama" else "qwen2",
+            "qwen2" if architecture == "qwen2" else "smollm",
         )
         self.assertEqual(main(["gguf-to-hf", str(path), "-o", str(self.folder / architecture)]), 0)
         return path
@@ -43,7 +46,7 @@ class LlamaCppTest(Case):
     def test_the_trace_equals_the_runners(self) -> None:
         tokens = self.folder / "a.tokens"
         tokens.write_text(" ".join(map(str, make_ids(1, 50)[0].tolist())))
-        for architecture in ("llama", "qwen2"):
+        for architecture in ("llama", "qwen2", "gemma3"):
             with self.subTest(architecture=architecture):
                 model = self.make(architecture)
                 code = main(
@@ -83,6 +86,11 @@ class LlamaCppTest(Case):
                     "--quiet",
                 )
                 one, two = read(self.path), read(other)
+                for path, found in ((self.path, one), (other, two)):
+                    with h5py.File(path) as file:  # llama.cpp may scale q instead of the scores
+                        scale = file["model"].attrs["softmax_scale"]
+                    for name in [n for n in found if n.endswith("/q")]:
+                        found[name] *= np.float32(scale)
                 if architecture == "llama":  # whose GGUF puts rotated pairs side by side
                     for name in [n for n in one if n.endswith(("/q", "/k"))]:
                         one[name] = np.concatenate(
