@@ -82,7 +82,7 @@ std::string catalogue_table() {
   std::string out;
   for (const entry& e : catalogue()) {
     out +=
-        fmt::format("{:<11} {:<10} {:<31} {}\n", e.name, e.kind, e.source, first_sentence(e.idea));
+        fmt::format("{:<13} {:<10} {:<34} {}\n", e.name, e.kind, e.source, first_sentence(e.idea));
   }
   return out;
 }
