@@ -1,5 +1,6 @@
 #include "kernels/entry_rows.hpp"
 
+#include <algorithm>
 #include <cstddef>
 
 #include "kernels/groups.hpp"
@@ -43,7 +44,10 @@ std::vector<float> read_rows(const kv_cache& cache, int layer, int kv_head, cons
   if (is_grouped(cache.format()) && body > 0) {
     grouped_rows grouped;
     grouped.open(cache, layer, kv_head);
-    keys ? grouped.keys(0, body, out.data()) : grouped.values(0, body, out.data());
+    for (int e = 0; e < body; e += grouped_rows::most_rows) {
+      const int count = std::min(grouped_rows::most_rows, body - e);
+      keys ? grouped.keys(e, count, at(e)) : grouped.values(e, count, at(e));
+    }
   } else {
     const row_pages pages = cache.rows_of(layer, kv_head, tier::body);
     for (int e = 0; e < body; ++e) {

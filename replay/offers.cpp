@@ -119,8 +119,9 @@ std::string missing_in_model(const question& ask) {
   }
   if (!needs.image_span) return {};
   if (ask.info.spans.count("image") == 0) {
-    return fmt::format("{}: {} needs spans/image of sequence {}; name the image's tokens there",
-                       ask.trace.path(), ask.policy.name, ask.info.id);
+    return fmt::format(
+        "{}: {} needs spans/image of sequence {}; record the ranges of the image tokens there",
+        ask.trace.path(), ask.policy.name, ask.info.id);
   }
   const int before = ask.policy.image.layer - 1;
   if (ask.policy.image.dominant < 0 &&

@@ -267,7 +267,8 @@ void writer::impl::keep_samples(const std::string& name, std::int64_t first,
                                 std::span<const half_bits> rows) {
   const auto width = static_cast<size_t>(at(name).width());
   const std::int64_t end = first + static_cast<std::int64_t>(rows.size() / width);
-  for (const std::int64_t row : sampled_rows(plan.n_tokens)) {
+  const auto all = plan.kv ? plan.n_tokens : static_cast<std::int64_t>(plan.attn_pos.size());
+  for (const std::int64_t row : sampled_rows(all)) {
     if (row < first || row >= end) continue;
     const auto one = rows.subspan(static_cast<size_t>(row - first) * width, width);
     samples[fmt::format("{}/{}", name, row)].assign(one.begin(), one.end());
@@ -297,9 +298,12 @@ std::int64_t writer::impl::rows_needed(row_axis axis, std::int64_t n) const {
 std::string writer::impl::fingerprint() const {
   fingerprint_hash hash(model, plan.n_prompt, plan.n_tokens);
   hash.add(tokens);
+  const auto rows = plan.kv ? plan.n_tokens : static_cast<std::int64_t>(plan.attn_pos.size());
+  const std::vector<const char*> names =
+      plan.kv ? std::vector<const char*>{"k", "v"} : std::vector<const char*>{"attn"};
   for (const int layer : model.layers) {
-    for (const std::int64_t row : sampled_rows(plan.n_tokens)) {
-      for (const char* name : {"k", "v"}) {
+    for (const std::int64_t row : sampled_rows(rows)) {
+      for (const char* name : names) {
         hash.add(samples.at(fmt::format("{}/{}", layer_name(layer, name), row)));
       }
     }
@@ -430,7 +434,9 @@ void writer::put_column_sum(int layer, std::span<const float> sums) {
 }
 
 void writer::put_attention(int layer, std::int64_t row, std::span<const half_bits> probabilities) {
-  impl_->put_halves(impl_->layer_name(layer, "attn"), row, probabilities);
+  const std::string name = impl_->layer_name(layer, "attn");
+  impl_->put_halves(name, row, probabilities);
+  if (!impl_->plan.kv) impl_->keep_samples(name, row, probabilities);
 }
 
 void writer::put_confidence(std::int64_t first_row, std::span<const float> rows) {
