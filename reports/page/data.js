@@ -215,10 +215,10 @@ const kv = {};
   // ---- colours ----
   const light = ["#1a5fb4", "#c64600", "#26854c", "#8a3ea8", "#b5356a", "#7a5b00", "#00788a", "#5b6472", "#a51d2d", "#3d3846"];
   const dark = ["#6cb0ff", "#ff9a52", "#5fd38d", "#d18bef", "#ff86b3", "#e0bd4e", "#4fd0e2", "#a9b3c4", "#ff8a80", "#c9c3d4"];
+  kv.printing = () => "print" in document.documentElement.dataset;
   kv.isDark = () => !kv.printing() && (document.documentElement.dataset.theme
     ? document.documentElement.dataset.theme === "dark"
     : matchMedia("(prefers-color-scheme: dark)").matches);
-  kv.printing = () => matchMedia("print").matches;
   kv.variable = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   kv.colour = (i) => (kv.isDark() ? dark : light)[i % light.length];
   const names = kv.distinct((r) => kv.text("name", r), kv.allRows);

@@ -75,7 +75,13 @@
     });
     new ResizeObserver(draw).observe(canvas);
     say();
-    return kv.make("div", { class: "heat" }, kv.make("h3", {}, map.title), canvas, reading, asTable(map));
+    return { draw, element: kv.make("div", { class: "heat" }, kv.make("h3", {}, map.title), canvas, reading, asTable(map)) };
+  };
+  // Drawn at once, not only when the observer comes to it: a print does not wait.
+  const place = (id, maps) => {
+    const made = maps.map(heatMap);
+    kv.at(id).replaceChildren(...made.map((m) => m.element));
+    made.forEach((m) => m.draw());
   };
   // Filled when it is opened: a map of a large model has a thousand cells.
   const asTable = (map) => {
@@ -106,7 +112,7 @@
     });
     const maps = [map("Entries held", heads.entries, (v) => kv.digits(v)), map("Attention recall", heads.attention_recall, (v) => kv.digits(v)),
       map("Output error (relative L2)", heads.output_rel_l2, (v) => kv.digits(v))];
-    kv.at("heads").replaceChildren(...maps.filter((m) => m.values.flat().some((v) => v !== null)).map(heatMap));
+    place("heads", maps.filter((m) => m.values.flat().some((v) => v !== null)));
   };
 
   const needleMetric = () => ["quality.answer_accuracy", "quality.evidence_kept", "quality.kept_share.needle"].find(kv.has);
@@ -126,10 +132,10 @@
       sum[0] += kv.num(metric, r);
       sum[1] += 1;
     }
-    kv.at("needle").replaceChildren(heatMap({
+    place("needle", [{
       title: `Mean ${kv.shortName(metric)}`, columnTitle: "prompt length", rowTitle: "depth", columns: lengths.map(String), show: (v) => kv.digits(v),
       rows: Array.from({ length: depths }, (_, d) => `${(100 * d) / depths} %`), values: sums.map((line) => line.map(([sum, n]) => (n ? sum / n : null))),
-    }));
+    }]);
     kv.at("needle-caption").textContent = `Where the needle begins, as a share of the prompt, in steps of ${100 / depths} %. Empty: not run.`;
   };
 

@@ -108,7 +108,15 @@
       redraw();
     });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-    matchMedia("print").addEventListener("change", redraw);
+    const print = (on) => {
+      if (on === kv.printing()) return;
+      if (on) document.documentElement.dataset.print = "yes"; else delete document.documentElement.dataset.print;
+      redraw();
+    };
+    // The events come before the pages are laid out; the query is for viewers that only change the medium.
+    addEventListener("beforeprint", () => print(true));
+    addEventListener("afterprint", () => print(false));
+    matchMedia("print").addEventListener("change", (e) => print(e.matches));
     button.textContent = kv.isDark() ? "Light" : "Dark";
   };
 
