@@ -25,8 +25,9 @@ class Browser:
     """One browser with one page. `errors` collects what a console would show as errors."""
 
     def __init__(self, width=1280, height=900):
-        self.profile = tempfile.TemporaryDirectory(prefix="kvreplay_chromium_",
-                                                   ignore_cleanup_errors=True)
+        self.profile = tempfile.TemporaryDirectory(
+            prefix="kvreplay_chromium_", ignore_cleanup_errors=True
+        )
         to_browser, self.out = os.pipe()
         self.inp, from_browser = os.pipe()
         # High numbers first, so that moving one to 3 or 4 cannot overwrite the other.
@@ -36,21 +37,36 @@ class Browser:
             os.dup2(ends[0], 3)
             os.dup2(ends[1], 4)
 
-        command = [find_chromium(), "--headless=new", "--remote-debugging-pipe", "--disable-gpu",
-                   "--hide-scrollbars", "--no-first-run", "--disable-dev-shm-usage",
-                   "--disable-background-networking", "--disable-component-update",
-                   f"--user-data-dir={self.profile.name}"]
+        command = [
+            find_chromium(),
+            "--headless=new",
+            "--remote-debugging-pipe",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--no-first-run",
+            "--disable-dev-shm-usage",
+            "--disable-background-networking",
+            "--disable-component-update",
+            f"--user-data-dir={self.profile.name}",
+        ]
         if os.geteuid() == 0:
             command.append("--no-sandbox")
-        self.process = subprocess.Popen(command + ["about:blank"], preexec_fn=place, pass_fds=(3, 4),
-                                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                                        start_new_session=True)
+        self.process = subprocess.Popen(
+            command + ["about:blank"],
+            preexec_fn=place,
+            pass_fds=(3, 4),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         for fd in (to_browser, from_browser, *ends):
             os.close(fd)
         self.buffer, self.next_id, self.session = b"", 0, None
         self.errors, self.requests, self.dialogs, self.loaded = [], [], [], False
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         self.resize(width, height)
@@ -82,7 +98,11 @@ class Browser:
         if method == "Runtime.exceptionThrown":
             details = params["exceptionDetails"]
             self.errors.append(details.get("exception", {}).get("description", details["text"]))
-        elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+        elif method == "Runtime.consoleAPICalled" and params["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
             self.errors.append(str(params["args"]))
         elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
             self.errors.append(params["entry"]["text"])
@@ -115,8 +135,9 @@ class Browser:
         self.settle()
 
     def js(self, expression):
-        result = self.call("Runtime.evaluate", expression=expression, awaitPromise=True,
-                           returnByValue=True)
+        result = self.call(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
         if "exceptionDetails" in result:
             raise RuntimeError(f"{expression}: {result['exceptionDetails']}")
         return result["result"].get("value")
@@ -126,12 +147,20 @@ class Browser:
         self.js("new Promise(r => requestAnimationFrame(() => requestAnimationFrame(() => r())))")
 
     def resize(self, width, height, phone=False):
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height,
-                  deviceScaleFactor=2 if phone else 1, mobile=phone)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=2 if phone else 1,
+            mobile=phone,
+        )
 
     def media(self, medium="", scheme="light"):
-        self.call("Emulation.setEmulatedMedia", media=medium,
-                  features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.call(
+            "Emulation.setEmulatedMedia",
+            media=medium,
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
         self.settle()
 
     def mouse(self, x, y, click=True):
@@ -143,16 +172,21 @@ class Browser:
     def key(self, name):
         code = {"ArrowRight": 39, "ArrowLeft": 37, "ArrowDown": 40, "Enter": 13, "Tab": 9}[name]
         for kind in ("rawKeyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=name, code=name,
-                      windowsVirtualKeyCode=code)
+            self.call(
+                "Input.dispatchKeyEvent", type=kind, key=name, code=name, windowsVirtualKeyCode=code
+            )
         self.settle()
 
     def picture(self, path, part=None):
-        box = self.js("""(id => { const e = id ? document.getElementById(id) : document.documentElement;
+        box = self.js(
+            """(id => { const e = id ? document.getElementById(id) : document.documentElement;
             const r = e.getBoundingClientRect();
             return {x: r.x + scrollX, y: r.y + scrollY, width: r.width, height: r.height, scale: 1}; })"""
-                      f"({json.dumps(part)})")
-        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=box)
+            f"({json.dumps(part)})"
+        )
+        shot = self.call(
+            "Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=box
+        )
         pathlib.Path(path).write_bytes(base64.b64decode(shot["data"]))
 
 

@@ -100,8 +100,9 @@ void trim_details(std::span<result> rows) {
   std::size_t left = 2 * detailed_rows;
   for (std::size_t i = 0; i < rows.size(); ++i) {
     auto& details = rows[i].details;
-    if (!details) continue;
-    if ((i < detailed_rows || front[i]) && left > 0) {
+    if (!details || (details->series.empty() && !details->heads)) continue;
+    const bool marked = front[i] || rows[i].pareto.value_or(0) == 1;
+    if ((i < detailed_rows || marked) && left > 0) {
       --left;
       continue;
     }

@@ -57,7 +57,7 @@ void drop_non_finite(row_details& details);
 struct result;
 
 // Keeps details for the first `detailed_rows` rows and for those on the Pareto front (of
-// pareto.hpp), at most twice as many; the others keep the needle's place alone.
+// pareto.hpp, or marked before), at most twice as many; the others keep the needle's place alone.
 void trim_details(std::span<result> rows);
 
 }  // namespace kvreplay::reports

@@ -29,8 +29,9 @@ endfunction()
 
 append_text(page_html ${PAGE}/page.html)
 append_text(page_css ${PAGE}/page.css)
-append_text(page_js ${PAGE}/data.js ${PAGE}/table.js ${PAGE}/charts.js ${PAGE}/lines.js
-  ${PAGE}/heat.js ${PAGE}/main.js)
+set(scripts data table charts scatter steps sizes heat main)
+list(TRANSFORM scripts REPLACE "(.+)" "${PAGE}/\\1.js")
+append_text(page_js ${scripts})
 append_text(chart_js ${CHART_JS})
 append_text(chart_licence ${CHART_LICENCE})
 string(APPEND out "}  // namespace kvreplay::reports::detail\n")

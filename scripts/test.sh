@@ -14,7 +14,7 @@ scripts/install.sh build test
 [ "${KVREPLAY_SKIP_CHROMIUM:-0}" = 0 ] || echo "SKIPPED by KVREPLAY_SKIP_CHROMIUM: the page in a browser"
 
 echo "== format"
-git ls-files '*.cpp' '*.hpp' '*.cc' '*.cu' '*.cuh' | xargs -r clang-format --dry-run --Werror
+git ls-files '*.cpp' '*.hpp' '*.cc' '*.cu' '*.cuh' '*.js' | xargs -r clang-format --dry-run --Werror
 
 echo "== python environment"
 python3 -m venv build/venv

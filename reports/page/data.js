@@ -23,20 +23,34 @@ const kv = {};
   kv.baseName = (path) => path.slice(path.lastIndexOf("/") + 1);
   kv.traceName = (row) => kv.baseName(kv.text("trace", row));
   // Rows of one group stand comparison: the same text, decoded in the same mode.
-  kv.groupKey = (row) => JSON.stringify(
-    [kv.text("trace", row), kv.text("trace_fingerprint", row), kv.num("sequence", row), kv.text("mode", row)]);
+  kv.groupKey = (row) => JSON.stringify([
+    kv.text("trace", row), kv.text("trace_fingerprint", row), kv.num("sequence", row),
+    kv.text("mode", row)
+  ]);
   // A row of sequence -1 is the mean of its policy's rows.
   kv.isMean = (row) => kv.num("sequence", row) === -1;
-  kv.sequenceName = (row) => (!kv.isMean(row) ? `sequence ${kv.num("sequence", row)}`
-    : `mean of ${kv.num("sweep.sequences", row) ?? "its"} sequences`);
+  kv.sequenceName = (row) =>
+      (!kv.isMean(row) ? `sequence ${kv.num("sequence", row)}`
+                       : `mean of ${kv.num("sweep.sequences", row) ?? "its"} sequences`);
   kv.groupName = (row) => `${kv.traceName(row)}, ${kv.sequenceName(row)}, ${kv.text("mode", row)}`;
+  kv.groupBy = (items, of) => {
+    const out = new Map();
+    for (const item of items) {
+      const key = of(item);
+      if (!out.has(key)) out.set(key, []);
+      out.get(key).push(item);
+    }
+    return out;
+  };
   kv.distinct = (of, rows) => [...new Set(rows.map(of))];
-  kv.allRows = Array.from({ length: kv.count }, (_, i) => i);
+  kv.allRows = Array.from({length: kv.count}, (_, i) => i);
 
   // ---- metrics ----
-  const high = new Set(["attention_recall", "recall_bound", "output_cosine", "sigma_over_half", "heads_improved",
-    "evidence_mass", "evidence_kept", "evidence_gain", "top1_agreement", "gap_closed", "answer_accuracy",
-    "full_answer_accuracy"]);
+  const high = new Set([
+    "attention_recall", "recall_bound", "output_cosine", "sigma_over_half", "heads_improved",
+    "evidence_mass", "evidence_kept", "evidence_gain", "top1_agreement", "gap_closed",
+    "answer_accuracy", "full_answer_accuracy"
+  ]);
   kv.shortName = (column) => {
     const dot = column.indexOf(".");
     const section = column.slice(0, dot), name = column.slice(dot + 1);
@@ -52,9 +66,13 @@ const kv = {};
   kv.isReference = (column) => /^quality\.(full_|recall_bound$|evidence_mass$)/.test(column);
   kv.metrics = () => kv.columns.filter((c) => c.startsWith("quality.") && !kv.isReference(c));
   kv.rankingMetric = () => {
-    const order = ["logit_kl", "kl_proxy", "residual_rel_l2", "output_rel_l2", "attention_recall"].map((n) => `quality.${n}`);
-    const filled = (column) => kv.allRows.filter((r) => kv.good(r) && kv.num(column, r) !== null).length;
-    const scored = kv.allRows.filter((r) => kv.good(r) && order.some((c) => kv.num(c, r) !== null)).length;
+    const order = [
+      "logit_kl", "kl_proxy", "residual_rel_l2", "output_rel_l2", "attention_recall"
+    ].map((n) => `quality.${n}`);
+    const filled = (column) =>
+        kv.allRows.filter((r) => kv.good(r) && kv.num(column, r) !== null).length;
+    const scored =
+        kv.allRows.filter((r) => kv.good(r) && order.some((c) => kv.num(c, r) !== null)).length;
     const present = order.filter((c) => kv.has(c) && filled(c) > 0);
     const most = present.reduce((a, b) => (a !== null && filled(a) >= filled(b) ? a : b), null);
     return present.find((c) => filled(c) === scored) || most || kv.metrics()[0] || null;
@@ -73,7 +91,10 @@ const kv = {};
     if (value === null || value === undefined) return "";
     const units = ["B", "KiB", "MiB", "GiB", "TiB"];
     let at = 0;
-    while (Math.abs(value) >= 1024 && at < units.length - 1) { value /= 1024; at += 1; }
+    while (Math.abs(value) >= 1024 && at < units.length - 1) {
+      value /= 1024;
+      at += 1;
+    }
     return `${at === 0 ? Math.round(value) : value.toPrecision(4)} ${units[at]}`;
   };
   kv.show = (column, value) => {
@@ -95,7 +116,7 @@ const kv = {};
       if (!kv.good(row) || bytes === null || quality === null) continue;
       const key = kv.groupKey(row);
       if (!groups.has(key)) groups.set(key, []);
-      groups.get(key).push({ row, bytes, loss: sign * quality });
+      groups.get(key).push({row, bytes, loss: sign * quality});
     }
     const out = new Map();
     for (const [key, group] of groups) {
@@ -104,7 +125,10 @@ const kv = {};
       const front = [];
       for (const at of group) {
         if (at.loss < best || (at.loss === best && at.bytes === bestBytes)) front.push(at.row);
-        if (at.loss < best) { best = at.loss; bestBytes = at.bytes; }
+        if (at.loss < best) {
+          best = at.loss;
+          bestBytes = at.bytes;
+        }
       }
       out.set(key, front);
     }
@@ -112,7 +136,7 @@ const kv = {};
   };
 
   // ---- state: everything that is drawn follows from this; listeners redraw ----
-  const listeners = { filter: [], choice: [], axes: [], theme: [] };
+  const listeners = {filter: [], choice: [], axes: [], theme: []};
   kv.on = (what, run) => what.split(" ").forEach((name) => listeners[name].push(run));
   kv.tell = (what) => listeners[what].forEach((run) => run());
 
@@ -141,7 +165,8 @@ const kv = {};
   // mean, the open-loop row of a closed-loop one. Null if there is none.
   kv.standIn = (row, test) => {
     if (row === null || test(row)) return row;
-    const same = kv.allRows.filter((r) => kv.text("policy", r) === kv.text("policy", row) && test(r));
+    const same =
+        kv.allRows.filter((r) => kv.text("policy", r) === kv.text("policy", row) && test(r));
     return same.find((r) => kv.text("mode", r) === kv.text("mode", row)) ?? same[0] ?? null;
   };
   // For a chart of one row: the one in focus, else the last chosen one that can be drawn.
@@ -150,21 +175,30 @@ const kv = {};
   const searchText = new Map();
   const words = (row) => {
     if (!searchText.has(row)) {
-      searchText.set(row, [kv.labels[row], ...["policy", "trace", "precision", "mode", "status", "note"]
-        .map((name) => kv.text(name, row))].join("\n").toLowerCase());
+      searchText.set(row, [
+        kv.labels[row],
+        ...["policy", "trace", "precision", "mode", "status", "note"].map(
+            (name) => kv.text(name, row))
+      ].join("\n").toLowerCase());
     }
     return searchText.get(row);
   };
-  const columnNamed = (name) => kv.columns.find((c) => c === name) ||
-    kv.columns.find((c) => c.endsWith(`.${name}`));
+  const columnNamed = (name) =>
+      kv.columns.find((c) => c === name) || kv.columns.find((c) => c.endsWith(`.${name}`));
   // budget, high, tau, ...: a parameter's number as it stands in the resolved policy.
   const parameter = (row, name) => {
     const escaped = name.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
-    const found = kv.text("policy", row).match(new RegExp(`[:,]${escaped}=(-?[0-9.]+(?:e-?[0-9]+)?)(?=[,+]|$)`, "i"));
+    const found = kv.text("policy", row)
+                      .match(new RegExp(`[:,]${escaped}=(-?[0-9.]+(?:e-?[0-9]+)?)(?=[,+]|$)`, "i"));
     return found ? Number(found[1]) : null;
   };
-  const compare = { "<": (a, b) => a < b, ">": (a, b) => a > b, "<=": (a, b) => a <= b,
-    ">=": (a, b) => a >= b, "=": (a, b) => a === b };
+  const compare = {
+    "<": (a, b) => a < b,
+    ">": (a, b) => a > b,
+    "<=": (a, b) => a <= b,
+    ">=": (a, b) => a >= b,
+    "=": (a, b) => a === b
+  };
   const condition = (word) => {
     const parts = word.match(/^([a-z0-9_.]+)(<=|>=|<|>|=)(-?[0-9.]+(?:e-?[0-9]+)?)$/);
     if (parts) {
@@ -176,7 +210,8 @@ const kv = {};
     }
     if (word === "mean") return (row) => kv.isMean(row) || !averaged.has(policyKey(row));
     if (word === "front") return (row) => kv.frontRows.has(row);
-    if (word.length > 1 && word.startsWith("-")) return (row) => !words(row).includes(word.slice(1));
+    if (word.length > 1 && word.startsWith("-"))
+      return (row) => !words(row).includes(word.slice(1));
     return (row) => words(row).includes(word);
   };
   const policyKey = (row) => JSON.stringify([kv.text("policy", row), kv.text("mode", row)]);
@@ -186,7 +221,8 @@ const kv = {};
   kv.visible = kv.allRows;
   kv.applyFilter = () => {
     const conditions = kv.filterText.toLowerCase().split(/\s+/).filter(Boolean).map(condition);
-    kv.visible = conditions.length ? kv.allRows.filter((row) => conditions.every((c) => c(row))) : kv.allRows;
+    kv.visible = conditions.length ? kv.allRows.filter((row) => conditions.every((c) => c(row)))
+                                   : kv.allRows;
   };
 
   // ---- elements ----
@@ -195,17 +231,25 @@ const kv = {};
   kv.make = (tag, attributes = {}, ...children) => {
     const element = document.createElement(tag);
     for (const [name, value] of Object.entries(attributes)) {
-      if (name === "on") for (const [event, run] of Object.entries(value)) element.addEventListener(event, run);
-      else if (value !== null && value !== false) element.setAttribute(name, value === true ? "" : value);
+      if (name === "on")
+        for (const [event, run] of Object.entries(value)) element.addEventListener(event, run);
+      else if (value !== null && value !== false)
+        element.setAttribute(name, value === true ? "" : value);
     }
     element.append(...children.filter((c) => c !== null && c !== undefined));
     return element;
   };
+  kv.noDetails =
+      "no row has what it needs (results files hold it for the first rows and those on " +
+      "the Pareto front)";
   // One row of a reason list per chart that cannot be drawn from the data.
   kv.leftOut = new Map();
   kv.showCard = (id, title, reason) => {
     kv.at(`${id}-card`).hidden = Boolean(reason);
-    if (reason) kv.leftOut.set(id, `${title}: ${reason}`); else kv.leftOut.delete(id);
+    if (reason)
+      kv.leftOut.set(id, `${title}: ${reason}`);
+    else
+      kv.leftOut.delete(id);
     const list = kv.at("left-out");
     list.replaceChildren(...[...kv.leftOut.values()].map((text) => kv.make("li", {}, text)));
     kv.at("left-out-card").hidden = kv.leftOut.size === 0;
@@ -213,13 +257,20 @@ const kv = {};
   };
 
   // ---- colours ----
-  const light = ["#1a5fb4", "#c64600", "#26854c", "#8a3ea8", "#b5356a", "#7a5b00", "#00788a", "#5b6472", "#a51d2d", "#3d3846"];
-  const dark = ["#6cb0ff", "#ff9a52", "#5fd38d", "#d18bef", "#ff86b3", "#e0bd4e", "#4fd0e2", "#a9b3c4", "#ff8a80", "#c9c3d4"];
+  const light = [
+    "#1a5fb4", "#c64600", "#26854c", "#8a3ea8", "#b5356a", "#7a5b00", "#00788a", "#5b6472",
+    "#a51d2d", "#3d3846"
+  ];
+  const dark = [
+    "#6cb0ff", "#ff9a52", "#5fd38d", "#d18bef", "#ff86b3", "#e0bd4e", "#4fd0e2", "#a9b3c4",
+    "#ff8a80", "#c9c3d4"
+  ];
   kv.printing = () => "print" in document.documentElement.dataset;
-  kv.isDark = () => !kv.printing() && (document.documentElement.dataset.theme
-    ? document.documentElement.dataset.theme === "dark"
-    : matchMedia("(prefers-color-scheme: dark)").matches);
-  kv.variable = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  kv.isDark = () => !kv.printing() &&
+      (document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark"
+                                              : matchMedia("(prefers-color-scheme: dark)").matches);
+  kv.variable = (name) =>
+      getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   kv.colour = (i) => (kv.isDark() ? dark : light)[i % light.length];
   const names = kv.distinct((r) => kv.text("name", r), kv.allRows);
   kv.policyColour = (row) => kv.colour(names.indexOf(kv.text("name", row)));
