@@ -49,6 +49,23 @@ void add_device(CLI::App& app, common_options& common) {
       ->capture_default_str();
 }
 
+// -p may stand several times, with one SPEC each.
+void add_specs(CLI::App& sub, std::vector<std::string>& policies, const std::string& help) {
+  sub.add_option("-p,--policy", policies, help)
+      ->required()
+      ->take_all()
+      ->expected(1)
+      ->allow_extra_args(false);
+}
+
+// -o may stand several times: one results in several forms.
+void add_outputs(CLI::App& sub, std::vector<std::string>& outputs) {
+  sub.add_option("-o,--output", outputs, "Results file, .json, .csv or .html; may be repeated")
+      ->take_all()
+      ->expected(1)
+      ->allow_extra_args(false);
+}
+
 void add_record(CLI::App& app, command_line& line) {
   auto& c = line.record;
   auto& o = c.options;
@@ -165,15 +182,8 @@ void add_replay(CLI::App& app, command_line& line) {
   auto& c = line.replay;
   auto* sub = app.add_subcommand("replay", "Run policies over traces and score them");
   sub->add_option("traces", c.traces, "Traces")->required();
-  sub->add_option("-p,--policy", c.policies, "SPEC: name:key=value,key=value+modifier:key=value")
-      ->required()
-      ->take_all()
-      ->expected(1)
-      ->allow_extra_args(false);
-  sub->add_option("-o,--output", c.outputs, "Results file, .json, .csv or .html; may be repeated")
-      ->take_all()
-      ->expected(1)
-      ->allow_extra_args(false);
+  add_specs(*sub, c.policies, "SPEC: name:key=value,key=value+modifier:key=value");
+  add_outputs(*sub, c.outputs);
   sub->add_option("--model", c.model_directory,
                   "The recorded model (Hugging Face directory): closed loop beside the open one");
   sub->add_option("--mode", c.mode, "open, closed or both [both with --model, else open]")
@@ -208,16 +218,8 @@ void add_sweep(CLI::App& app, command_line& line) {
   auto& c = line.sweep;
   auto* sub = app.add_subcommand("sweep", "Run grids of policies and mark the Pareto front");
   sub->add_option("traces", c.traces, "Traces")->required();
-  sub->add_option("-p,--policy", c.policies,
-                  "SPEC with lists and ranges: tau=0.3..0.9..0.05, high=128/256/512")
-      ->required()
-      ->take_all()
-      ->expected(1)
-      ->allow_extra_args(false);
-  sub->add_option("-o,--output", c.outputs, "Results file, .json, .csv or .html; may be repeated")
-      ->take_all()
-      ->expected(1)
-      ->allow_extra_args(false);
+  add_specs(*sub, c.policies, "SPEC with lists and ranges: tau=0.3..0.9..0.05, high=128/256/512");
+  add_outputs(*sub, c.outputs);
   sub->add_option("--model", c.model_directory,
                   "The recorded model (Hugging Face directory): closed loop beside the open one");
   sub->add_option("--mode", c.mode, "open, closed or both [both with --model, else open]")
@@ -287,11 +289,7 @@ void add_time(CLI::App& app, command_line& line) {
   auto& c = line.time;
   auto* sub = app.add_subcommand("time", "Time the kernels on a policy's real lengths");
   sub->add_option("trace", c.trace, "The trace whose shapes and lengths are run")->required();
-  sub->add_option("-p,--policy", c.policies, "SPEC: name:key=value,key=value+modifier:key=value")
-      ->required()
-      ->take_all()
-      ->expected(1)
-      ->allow_extra_args(false);
+  add_specs(*sub, c.policies, "SPEC: name:key=value,key=value+modifier:key=value");
   sub->add_option("--batch", c.batch, "Sequences at once, e.g. 1,2,4,8: a row for each")
       ->delimiter(',')
       ->check(CLI::Range(1, 4096))
@@ -299,10 +297,7 @@ void add_time(CLI::App& app, command_line& line) {
   sub->add_option("--repeat", c.repeat, "Rounds over the trace; more where it gives few samples")
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
-  sub->add_option("-o,--output", c.outputs, "Results file, .json, .csv or .html; may be repeated")
-      ->take_all()
-      ->expected(1)
-      ->allow_extra_args(false);
+  add_outputs(*sub, c.outputs);
   sub->footer(
       "Example:\n  kvreplay time run.h5 -p full -p confkv -p confkv+int8 --batch 1,8 -o "
       "times.json");
@@ -314,12 +309,7 @@ void add_tune(CLI::App& app, command_line& line) {
   auto& c = line.tune;
   auto* sub = app.add_subcommand("tune", "Find the best point of a grid under a limit");
   sub->add_option("traces", c.traces, "Traces")->required();
-  sub->add_option("-p,--policy", c.policies,
-                  "SPEC with lists and ranges: tau=0.3..0.9..0.05, high=128/256/512")
-      ->required()
-      ->take_all()
-      ->expected(1)
-      ->allow_extra_args(false);
+  add_specs(*sub, c.policies, "SPEC with lists and ranges: tau=0.3..0.9..0.05, high=128/256/512");
   sub->add_option("--max-bytes", c.max_bytes, "Limit on mean bytes of a sequence, such as 64MiB");
   sub->add_option("--max-ratio", c.max_ratio, "Limit on bytes over the full FP16 cache's")
       ->check(CLI::Range(0.0, 10.0));
@@ -337,10 +327,7 @@ void add_tune(CLI::App& app, command_line& line) {
       ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
   sub->add_option("--holdout", c.holdout, "Traces that take no part: the best are checked on them");
-  sub->add_option("-o,--output", c.outputs, "Results file, .json, .csv or .html; may be repeated")
-      ->take_all()
-      ->expected(1)
-      ->allow_extra_args(false);
+  add_outputs(*sub, c.outputs);
   sub->footer(
       "Example:\n  kvreplay tune a.h5 b.h5 -p confkv:tau=0.3..0.9..0.05,high=128..512..64 "
       "--max-ratio 0.25 --holdout c.h5");
