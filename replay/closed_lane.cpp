@@ -26,7 +26,22 @@ closed_lane::closed_lane(lane state, std::vector<layer_inputs> inputs, const clo
                  : kept_log()),
       next_(state_.n_prompt()),
       span_(block),
-      widest_(block) {}
+      widest_(block) {
+  if (!state_.policy().needs.value_norm) return;
+  const auto& shape = state_.cache().shape();
+  const std::int64_t positions = state_.n_prompt() + decode_steps;
+  value_norms_.assign(static_cast<size_t>(shape.layers),
+                      std::vector<float>(static_cast<size_t>(positions * shape.q_heads)));
+  for (size_t slot = 0; slot < inputs_.size(); ++slot)
+    inputs_[slot].value_norm = value_norms_[slot];
+}
+
+void closed_lane::set_value_norms(int slot, std::int64_t first, std::span<const float> norms) {
+  if (value_norms_.empty()) return;
+  std::copy(norms.begin(), norms.end(),
+            value_norms_[static_cast<size_t>(slot)].begin() +
+                static_cast<std::ptrdiff_t>(first * state_.cache().shape().q_heads));
+}
 
 logit_score* closed_lane::score(std::int64_t step) {
   return &scores_.at(static_cast<size_t>(step - (state_.n_prompt() - 1)));

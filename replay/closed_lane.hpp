@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -39,6 +40,10 @@ class closed_lane {
   const closed_gate& gate() const { return gate_; }
   const layer_inputs& inputs(int slot) const { return inputs_[static_cast<size_t>(slot)]; }
 
+  // The lane's own value norms of a layer, [rows, q_heads] from position `first` on, as far as its
+  // rules read them: before these rows are run, and again in every pass.
+  void set_value_norms(int slot, std::int64_t first, std::span<const float> norms);
+
   // After fill_prompt of a layer. A lane whose decision waits settles in end_prompt instead.
   void settle_prompt(int slot);
   // `score` is that of position P-1.
@@ -69,6 +74,7 @@ class closed_lane {
 
   lane state_;
   std::vector<layer_inputs> inputs_;
+  std::vector<std::vector<float>> value_norms_;  // [slots][positions * q_heads] or empty
   closed_gate gate_;
   policies::gate_state gate_state_;
   lane_measures measures_;

@@ -12,6 +12,7 @@
 #include "replay/closed_loop_pass.hpp"
 #include "replay/model_match.hpp"
 #include "replay/policy_files.hpp"
+#include "replay/projection.hpp"
 
 namespace kvreplay::replay {
 namespace {
@@ -40,7 +41,6 @@ std::string not_closed(const policies::policy& policy) {
   if (policy.needs.image_span) return refuse("images are dropped inside the prompt pass");
   if (policy.needs.all_layers)
     return refuse("its budget over all layers is decided in open loop only");
-  if (policy.needs.value_norm) return refuse("value norms are those of the recorded run");
   if (policy.score.kind == policies::score_kind::future) {
     return refuse("the recorded attention is read in open loop only");
   }
@@ -118,8 +118,13 @@ std::unique_ptr<closed_lane> closed_loop_pass::start_lane(const policies::policy
       inputs_for(policy), gate, info_.n_decode(), options_.block, options_.kept);
 }
 
-// Retention as recorded; the rotary frequencies of the model.
+// Retention as recorded; the rotary frequencies of the model; value norms from its output
+// projections.
 std::vector<layer_inputs> closed_loop_pass::inputs_for(const policies::policy& policy) {
+  for (int l = static_cast<int>(output_weights_.size());
+       policy.needs.value_norm && l < shape_.layers; ++l) {
+    output_weights_.push_back(output_weights(projection(), model_.wo(l)));
+  }
   std::vector<layer_inputs> out(layers_.size());
   for (size_t i = 0; i < layers_.size() && (policy.needs.retention || policy.needs.rope); ++i) {
     auto& known = recorded_[layers_[i]];
@@ -137,6 +142,13 @@ std::vector<layer_inputs> closed_loop_pass::inputs_for(const policies::policy& p
     out[i] = inputs_of(known.front());
   }
   return out;
+}
+
+std::vector<float> closed_loop_pass::norms_of(int layer, std::span<const float> v,
+                                              std::int64_t rows) const {
+  if (output_weights_.empty()) return {};
+  return value_norms(projection(), output_weights_[static_cast<size_t>(layer)], shape_.kv_heads, v,
+                     rows);
 }
 
 closed_gate closed_loop_pass::gate_for(const policies::policy& policy) const {
@@ -202,9 +214,11 @@ void closed_loop_pass::prompt_layer(tracer::attention_block& block) {
   data.v.assign(block.v.begin(), block.v.end());
   const kernels::cache_shape own = cache_shape_for(trace_model_, {&block.layer, 1});
   prompt_observations prompt(own, data);
+  const auto norms = norms_of(block.layer, data.v, block.rows);
   tbb::parallel_for(size_t{0}, lanes_.size(), [&](size_t i) {
     if (lanes_[i] == nullptr || !lanes_[i]->failed().empty()) return;
     try {
+      lanes_[i]->set_value_norms(block.layer, 0, norms);
       fill_prompt(lanes_[i]->state(), block.layer, data, prompt, lanes_[i]->inputs(block.layer));
       lanes_[i]->settle_prompt(block.layer);
     } catch (const std::exception& e) {
@@ -334,6 +348,11 @@ void closed_loop_pass::attend_lane(tracer::attention_block& block, const lane_ro
   }
   if (!rows.lane->failed().empty()) return;
   try {
+    if (rows.lane->state().policy().needs.value_norm) {
+      const auto n = static_cast<size_t>(rows.steps * v_width);
+      rows.lane->set_value_norms(block.layer, rows.first,
+                                 norms_of(block.layer, {v, n}, rows.steps));
+    }
     rows.lane->run_layer(block.layer, {rows.first, rows.steps, q, k, v, o});
   } catch (const std::exception& e) {
     rows.lane->fail(fmt::format("{}: sequence {}, layer {}: {}", trace_.path(), info_.id,

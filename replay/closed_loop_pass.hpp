@@ -12,6 +12,7 @@
 #include "replay/closed_lane.hpp"
 #include "replay/closed_loop.hpp"
 #include "replay/full_lane.hpp"
+#include "replay/projection.hpp"
 #include "replay/row_basics.hpp"
 
 namespace kvreplay::replay {
@@ -33,6 +34,10 @@ class closed_loop_pass {
   void start_lanes(std::vector<lane_output>& out);
   std::unique_ptr<closed_lane> start_lane(const policies::policy& policy);
   std::vector<layer_inputs> inputs_for(const policies::policy& policy);
+  projection_shape projection() const {
+    return {shape_.q_heads, shape_.value_dim, model_.config().hidden_size};
+  }
+  std::vector<float> norms_of(int layer, std::span<const float> v, std::int64_t rows) const;
   closed_gate gate_for(const policies::policy& policy) const;
 
   void run_prompt();
@@ -70,6 +75,8 @@ class closed_loop_pass {
   std::vector<std::int32_t> tokens_;
   std::vector<int> layers_;  // all of the model's
   kernels::cache_shape shape_;
+  // [layers] as projection.hpp reads them; empty: no policy asks for value norms.
+  std::vector<std::vector<float>> output_weights_;
   std::map<int, std::vector<layer_data>> recorded_;  // layers of the trace that rules read
   full_lane full_;
   std::vector<std::unique_ptr<closed_lane>> lanes_;  // [policies]; null: refused, or `full` itself

@@ -71,6 +71,12 @@ const std::vector<std::string>& specs() {
       "confkv:high=8,low=24,recent=4,tau=q0.5,gate=shuffled",
       "confkv-l:high=10,low=24,recent=4,tau=q0.6+int8:window=6",
       "h2o:budget=16+every:n=5",
+      "snapkv:obs=4+every:n=1+confidence:high=8,low=24,tau=q0.5",
+      "scissorhands:history=9,recent=4+confidence:high=8,low=24,tau=q0.5,shrink=2",
+      "rkv:obs=3+every:n=3+confidence:high=8,low=24,tau=q0.5",
+      "keydiff:budget=16+int8:window=6",
+      "adakv:obs=4,budget=16+every:n=1+critical",
+      "h2o+critical+confidence:high=8,low=24,tau=q0.5",
       "window:budget=16+prefill"};
   return all;
 }

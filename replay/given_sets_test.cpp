@@ -118,6 +118,8 @@ TEST_CASE("images: the worst tokens leave after the prompt, the rest stays for g
              fast = run_one(trace, "fastv:layer=1,ratio=0.5");
   REQUIRE_MESSAGE(zip.row.status == "ok", zip.row.note);
   REQUIRE_MESSAGE(fast.row.status == "ok", fast.row.note);
+  CHECK(zip.row.note.find("merged") != std::string::npos);
+  CHECK(fast.row.note.find("after the prompt pass") != std::string::npos);
   std::vector<std::int32_t> others;
   for (std::int32_t p = 0; p < 40; ++p) {
     if (p < 5 || p > 24) others.push_back(p);

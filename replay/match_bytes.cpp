@@ -15,7 +15,7 @@ namespace {
 
 constexpr double tolerance = 0.005;
 constexpr int most_rounds = 48;
-constexpr std::array<std::string_view, 3> budget_keys{"budget", "high", "low"};
+constexpr std::array<std::string_view, 4> budget_keys{"budget", "high", "low", "total"};
 
 struct setting {
   double factor = 1, bytes = 0;
@@ -67,7 +67,8 @@ std::string replace_parameter(std::string spec, std::string_view key, const std:
 }
 
 bool has_budget(const policies::policy& policy) {
-  return policy.budget.gated || policy.budget.single.unit != policies::amount_unit::everything;
+  return policy.budget.gated || policy.budget.division.total > 0 ||
+         policy.budget.single.unit != policies::amount_unit::everything;
 }
 
 void finish(search& s, const setting& taken, double target) {
@@ -136,11 +137,14 @@ void advance(search& s, const policies::policy& original, const setting& now, do
 policies::policy scale_budgets(const policies::policy& policy, double factor) {
   std::string spec = policy.resolved;
   const int least = policy.protect.sinks + (policy.protect.heavy < 0 ? policy.protect.recent : 0);
+  const policies::amount total{policies::amount_unit::entries,
+                               static_cast<double>(policy.budget.division.total)};
   for (const auto key : budget_keys) {
     const policies::amount* a = nullptr;
     if (key == "budget" && !policy.budget.gated) a = &policy.budget.single;
     if (key == "high" && policy.budget.gated) a = &policy.budget.gate.high;
     if (key == "low" && policy.budget.gated) a = &policy.budget.gate.low;
+    if (key == "total" && total.value > 0) a = &total;  // of global, in place of budget=
     if (a == nullptr || a->unit == policies::amount_unit::everything) continue;
     spec = replace_parameter(spec, key, policies::amount_text(*a),
                              policies::amount_text(scaled(*a, factor, least)));

@@ -25,6 +25,8 @@ TEST_CASE("one factor scales every budget, down to what is protected") {
   CHECK(single("h2o:budget=100", 0.01) == 1);  // its recent follows the budget
   CHECK(single("h2o:budget=30%", 0.5) == 15);
   CHECK(single("window:budget=7680B", 0.5) == 3840);
+  const auto total = policies::parse_policy("h2o+global:total=900");
+  CHECK(scale_budgets(total, 0.5).budget.division.total == 450);
   const auto gated = scale_budgets(policies::parse_policy("confkv"), 0.5);
   CHECK(gated.budget.gate.high.value == 128);
   CHECK(gated.budget.gate.low.value == 384);

@@ -27,6 +27,13 @@ void describe_row(const traces::reader& trace, int sequence, const policies::pol
   row.tokens.prompt = info.n_prompt;
   row.tokens.decoded = info.n_decode();
   row.tokens.scored = info.n_decode() - skip;
+  if (policy.needs.retention) add_note(row, "retention as recorded in the trace");
+  if (policy.needs.image_span) {
+    add_note(row, policy.needs.image_score
+                      ? "images are cut after the prompt pass; tokens merged from what was cut are "
+                        "not replayed"
+                      : "images are cut after the prompt pass, not inside it");
+  }
 }
 
 std::int64_t full_bytes(const kernels::cache_shape& shape, std::int64_t positions) {
