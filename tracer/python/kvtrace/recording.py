@@ -70,7 +70,7 @@ class Recording:
         self._generation: generation.Generation | None = None
         self._signature = inspect.signature(self.model.forward)
         self._hooks: list[Any] = []
-        self._sequences = self._positions = 0
+        self._sequences = 0
         self._opened = self._told_facts = False
         self._seconds, self._batch_start = 0.0, 0.0
         self._error: BaseException | None = None
