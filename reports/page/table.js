@@ -78,17 +78,16 @@
                               },
                               kv.make(
                                   "button", {type: "button", on: {click: () => sortBy(c)}},
-                                  ...breakable(c.title))));
+                                  ...breakable(c.title, /(?<=_)/))));
     kv.at("table").tHead.replaceChildren(kv.make(
         "tr", {},
         kv.make("th", {scope: "col", class: "pick", "aria-label": "chosen for the charts"}),
         ...cells));
   };
 
-  // A long SPEC may break after its commas and pluses, not inside a word.
-  const breakable = (text) =>
-      text.split(/(?<=[,+/_])/)
-          .flatMap((part, i) => (i ? [document.createElement("wbr"), part] : [part]));
+  // A long SPEC may break after its commas and pluses, a column's name after its underscores.
+  const breakable = (text, after = /(?<=[,+/])/) =>
+      text.split(after).flatMap((part, i) => (i ? [document.createElement("wbr"), part] : [part]));
   const cell = (column, row) => {
     if (column.head)
       return kv.make(
