@@ -4,6 +4,8 @@
 #include <chrono>
 #include <utility>
 
+#include "replay/selection.hpp"
+
 namespace kvreplay::replay {
 namespace {
 
@@ -25,8 +27,8 @@ closed_lane::closed_lane(lane state, std::vector<layer_inputs> inputs, const clo
                             state_.n_prompt())
                  : kept_log()),
       next_(state_.n_prompt()),
-      span_(block),
-      widest_(block) {
+      span_(state_.policy().needs.all_layers ? 1 : block),
+      widest_(span_) {
   if (!state_.policy().needs.value_norm) return;
   const auto& shape = state_.cache().shape();
   const std::int64_t positions = state_.n_prompt() + decode_steps;
@@ -68,17 +70,18 @@ void closed_lane::settle_step(int slot, std::int64_t step) {
 }
 
 void closed_lane::settle_prompt(int slot) {
-  if (!gate_.waits) settle_step(slot, state_.n_prompt() - 1);
+  if (!settles_late()) settle_step(slot, state_.n_prompt() - 1);
 }
 
 void closed_lane::end_prompt(const logit_score& score) {
   scores_.front() = score;
-  if (gate_.waits) settle_last(state_.n_prompt() - 1);
+  if (settles_late()) settle_last(state_.n_prompt() - 1);
 }
 
 // The decision of a block's last step is taken from its own logits: nothing was assumed.
 void closed_lane::settle_last(std::int64_t step) {
   if (gate_.waits) state_.decide(step, gate_state_.advance(step, score(step)->confidence));
+  if (state_.policy().needs.all_layers) decide_all_layers(state_, step, inputs_);
   for (int slot = 0; slot < state_.cache().shape().layers; ++slot) settle_step(slot, step);
 }
 
@@ -98,7 +101,7 @@ void closed_lane::run_layer(int slot, const layer_block& block) {
   const auto begin = clock::now();
   events_.resize(static_cast<size_t>(block.steps));
   layer_block work = block;
-  work.settle_last = !gate_.waits;
+  work.settle_last = !settles_late();
   work.inputs = &inputs(slot);
   kept_observer note;
   if (kept_.on()) note = [&](std::int64_t t) { kept_.note(state_.cache(), slot, t); };
@@ -134,6 +137,8 @@ void closed_lane::end_pass(std::int64_t steps) {
     for (std::int64_t t = last + 1; !gate_.known && t < last + 1 + widest_; ++t) {
       if (t - state_.n_prompt() < measures_.step_count) state_.decide(t, state_.tight(last));
     }
+  } else if (settles_late()) {
+    settle_last(last);
   }
   start_.reset();
   next_ += steps;

@@ -68,6 +68,9 @@ class closed_lane {
   double seconds = 0;  // in replay_layer
 
  private:
+  // Selection after the last step of a block waits until all layers have run: for the logits, or
+  // (budgets over all layers, whose blocks are single steps) for each other.
+  bool settles_late() const { return gate_.waits || state_.policy().needs.all_layers; }
   void settle_last(std::int64_t step);
   void try_again(std::int64_t steps);
   void settle_step(int slot, std::int64_t step);

@@ -33,20 +33,6 @@ bool reads_confidence(const policies::gate_rule& gate) {
   return gate.gate != policies::gate_signal::random && gate.gate != policies::gate_signal::constant;
 }
 
-// Why a policy does not run with the model in the loop; empty: it does.
-std::string not_closed(const policies::policy& policy) {
-  const auto refuse = [&](const char* why) {
-    return fmt::format("{} does not run in the closed loop: {}", policy.resolved, why);
-  };
-  if (policy.needs.image_span) return refuse("images are dropped inside the prompt pass");
-  if (policy.needs.all_layers)
-    return refuse("its budget over all layers is decided in open loop only");
-  if (policy.score.kind == policies::score_kind::future) {
-    return refuse("the recorded attention is read in open loop only");
-  }
-  return {};
-}
-
 std::vector<std::int64_t> positions_from(std::int64_t first, std::int64_t count) {
   std::vector<std::int64_t> out(static_cast<size_t>(count));
   std::iota(out.begin(), out.end(), first);
@@ -106,8 +92,11 @@ void closed_loop_pass::start_lanes(std::vector<lane_output>& out) {
 }
 
 std::unique_ptr<closed_lane> closed_loop_pass::start_lane(const policies::policy& policy) {
-  const std::string why = not_closed(policy);
-  if (!why.empty()) throw std::invalid_argument(why);
+  if (policy.needs.image_span) {
+    throw std::invalid_argument(
+        fmt::format("{} does not run in the closed loop: images are dropped inside the prompt pass",
+                    policy.name));
+  }
   auto dims = dims_for(trace_model_);
   dims.recorded_layers = layers_;
   const auto gate = gate_for(policy);
@@ -126,22 +115,41 @@ std::vector<layer_inputs> closed_loop_pass::inputs_for(const policies::policy& p
     output_weights_.push_back(output_weights(projection(), model_.wo(l)));
   }
   std::vector<layer_inputs> out(layers_.size());
-  for (size_t i = 0; i < layers_.size() && (policy.needs.retention || policy.needs.rope); ++i) {
-    auto& known = recorded_[layers_[i]];
-    if (known.empty()) {
-      const std::string missing = missing_for(policy, trace_, info_.id);
-      if (!missing.empty()) throw traces::trace_error(missing);
-      if (!trace_model_.records_all_layers()) {
-        throw traces::trace_error(
-            fmt::format("{}: {} needs every layer of the recording", trace_.path(), policy.name));
-      }
-      auto data = load_layer(trace_, info_.id, layers_[i]);
-      data.q = data.k = data.v = data.o = data.lse = {};
-      known.push_back(std::move(data));
-    }
-    out[i] = inputs_of(known.front());
+  const bool ahead = policy.score.kind == policies::score_kind::future;
+  if (!policy.needs.retention && !policy.needs.rope && !ahead) return out;
+  const std::string missing = missing_for(policy, trace_, info_.id);
+  if (!missing.empty()) throw traces::trace_error(missing);
+  if (!trace_model_.records_all_layers()) {
+    throw traces::trace_error(
+        fmt::format("{}: {} needs every layer of the recording", trace_.path(), policy.name));
+  }
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    const auto& known = recorded(layers_[i]);
+    out[i] = inputs_of(known.data);
+    out[i].future = known.future.get();
   }
   return out;
+}
+
+const closed_loop_pass::recorded_layer& closed_loop_pass::recorded(int layer) {
+  auto [at, fresh] = recorded_.try_emplace(layer);
+  auto& known = at->second;
+  if (!fresh) return known;
+  std::vector<kernels::mass_layout> layouts;
+  for (const auto& policy : policies_) {
+    if (policy.score.kind == policies::score_kind::future) {
+      layouts.push_back(layout_of(policy.score));
+    }
+  }
+  known.shape = cache_shape_for(trace_model_, {&layer, 1});
+  known.data = load_layer(trace_, info_.id, layer);
+  known.data.v = known.data.o = {};
+  if (layouts.empty()) {
+    known.data.q = known.data.k = known.data.lse = {};
+  } else {
+    known.future = std::make_unique<future_mass>(known.shape, known.data, layouts);
+  }
+  return known;
 }
 
 std::vector<float> closed_loop_pass::norms_of(int layer, std::span<const float> v,
@@ -259,6 +267,9 @@ void closed_loop_pass::score_prompt(std::span<const float> residual) {
 void closed_loop_pass::run_block(std::int64_t first, std::int64_t steps) {
   const std::int64_t end = first + steps;
   block_first_ = first;
+  for (auto& [layer, known] : recorded_) {
+    if (known.future != nullptr) known.future->load(first, steps);
+  }
   std::vector<float> reference;  // [steps, hidden_size]
   bool reference_done = false;
   for (;;) {

@@ -12,6 +12,7 @@
 #include "replay/closed_lane.hpp"
 #include "replay/closed_loop.hpp"
 #include "replay/full_lane.hpp"
+#include "replay/future_mass.hpp"
 #include "replay/projection.hpp"
 #include "replay/row_basics.hpp"
 
@@ -31,9 +32,17 @@ class closed_loop_pass {
   std::vector<lane_output> run();
 
  private:
+  // What rules read of the recorded run, by layer; q and k as well where a policy looks ahead.
+  struct recorded_layer {
+    kernels::cache_shape shape;  // of this layer alone
+    layer_data data;
+    std::unique_ptr<future_mass> future;
+  };
+
   void start_lanes(std::vector<lane_output>& out);
   std::unique_ptr<closed_lane> start_lane(const policies::policy& policy);
   std::vector<layer_inputs> inputs_for(const policies::policy& policy);
+  const recorded_layer& recorded(int layer);
   projection_shape projection() const {
     return {shape_.q_heads, shape_.value_dim, model_.config().hidden_size};
   }
@@ -77,7 +86,7 @@ class closed_loop_pass {
   kernels::cache_shape shape_;
   // [layers] as projection.hpp reads them; empty: no policy asks for value norms.
   std::vector<std::vector<float>> output_weights_;
-  std::map<int, std::vector<layer_data>> recorded_;  // layers of the trace that rules read
+  std::map<int, recorded_layer> recorded_;
   full_lane full_;
   std::vector<std::unique_ptr<closed_lane>> lanes_;  // [policies]; null: refused, or `full` itself
   std::vector<logit_score> full_scores_;             // [decode steps + 1], from P-1 on

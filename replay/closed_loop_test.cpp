@@ -76,6 +76,10 @@ const std::vector<std::string>& specs() {
       "rkv:obs=3+every:n=3+confidence:high=8,low=24,tau=q0.5",
       "keydiff:budget=16+int8:window=6",
       "adakv:obs=4,budget=16+every:n=1+critical",
+      "oracle:budget=16",
+      "oracle:gqa=max+confidence:high=8,low=24,tau=q0.5",
+      "h2o:budget=16+global:floor=3",
+      "snapkv:obs=3+every:n=2+global+confidence:high=8,low=24,tau=q0.5",
       "h2o+critical+confidence:high=8,low=24,tau=q0.5",
       "window:budget=16+prefill"};
   return all;

@@ -49,10 +49,8 @@ std::deque<coupled_layer> load_layers(const traces::reader& trace, int sequence,
 void settle_all(lane& probe, lane& target, std::int64_t step,
                 std::span<const layer_inputs> inputs) {
   const auto slots = probe.cache().shape().layers;
-  std::vector<int> counts(static_cast<size_t>(slots * probe.cache().shape().kv_heads));
-  if (probe.plan().selects(step, probe.n_prompt())) counts = global_counts(probe, step, inputs);
-  probe.decide_counts(step, counts);
-  target.decide_counts(step, counts);
+  decide_all_layers(probe, step, inputs);
+  target.decide_counts(step, probe.counts(step));
   for (int slot = 0; slot < slots; ++slot) {
     step_events ignored;
     settle(probe, slot, step, ignored, inputs[static_cast<size_t>(slot)]);

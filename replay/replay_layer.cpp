@@ -100,14 +100,14 @@ void lane::decide_counts(std::int64_t step, std::span<const int> counts) {
   std::copy(counts.begin(), counts.end(), counts_.begin() + static_cast<std::ptrdiff_t>(at));
 }
 
-int lane::count(std::int64_t step, int slot, int kv_head) const {
-  const std::int64_t row = step - (n_prompt_ - 1);
-  const std::int64_t at = (row * cache_.shape().layers + slot) * cache_.shape().kv_heads + kv_head;
-  if (at < 0 || at >= std::ssize(counts_)) {
+std::span<const int> lane::counts(std::int64_t step) const {
+  const auto width = static_cast<size_t>(cache_.shape().layers * cache_.shape().kv_heads);
+  const auto at = static_cast<size_t>(step - (n_prompt_ - 1)) * width;
+  if (step < n_prompt_ - 1 || at + width > counts_.size()) {
     throw std::logic_error(
         fmt::format("lane: step {} of a budget over all layers is not decided", step));
   }
-  return counts_[static_cast<size_t>(at)];
+  return std::span(counts_).subspan(at, width);
 }
 
 void settle(lane& lane, int slot, std::int64_t step, step_events& events,

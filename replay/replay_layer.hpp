@@ -53,7 +53,10 @@ class lane {
   // decided by who saw all layers (selection.hpp). Steps come in order from P-1 on, or are decided
   // anew.
   void decide_counts(std::int64_t step, std::span<const int> counts);
-  int count(std::int64_t step, int slot, int kv_head) const;
+  std::span<const int> counts(std::int64_t step) const;
+  int count(std::int64_t step, int slot, int kv_head) const {
+    return counts(step)[static_cast<size_t>(slot * cache_.shape().kv_heads + kv_head)];
+  }
 
  private:
   policies::policy policy_;

@@ -275,4 +275,11 @@ std::vector<int> global_counts(lane& lane, std::int64_t step,
   return counts;
 }
 
+void decide_all_layers(lane& lane, std::int64_t step, std::span<const layer_inputs> inputs) {
+  const auto& shape = lane.cache().shape();
+  std::vector<int> counts(static_cast<size_t>(shape.layers * shape.kv_heads));
+  if (lane.plan().selects(step, lane.n_prompt())) counts = global_counts(lane, step, inputs);
+  lane.decide_counts(step, counts);
+}
+
 }  // namespace kvreplay::replay

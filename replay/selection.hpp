@@ -22,4 +22,8 @@ void select_entries(lane& lane, int slot, std::int64_t step, const layer_inputs&
 // any case; if they alone exceed the budget, every head has an even part of it.
 std::vector<int> global_counts(lane& lane, std::int64_t step, std::span<const layer_inputs> inputs);
 
+// The same, written into the lane (lane::decide_counts); at a step without a selection nothing is
+// decided, and the counts that stand there mean nothing.
+void decide_all_layers(lane& lane, std::int64_t step, std::span<const layer_inputs> inputs);
+
 }  // namespace kvreplay::replay
