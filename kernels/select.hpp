@@ -30,7 +30,7 @@ struct select_item {
                          // (mass_layout::layer_mean); the hash leaves the head out
   // rank_rule::given: [kv_heads] scores in entry order, of the heads that hold more than the
   // budget.
-  std::span<const std::vector<float>> given;
+  std::span<const std::vector<float>> given = {};
 };
 
 struct select_result {
