@@ -60,6 +60,7 @@ void closed_lane::settle_step(int slot, std::int64_t step) {
   const std::int64_t t = step - state_.n_prompt();
   if (t < 0) {
     measures_.prompt_evicted[static_cast<size_t>(slot)] = events.evicted;
+    measures_.prompt_degenerate[static_cast<size_t>(slot)] = events.degenerate ? 1 : 0;
   } else {
     auto& at = measures_.at(slot, t);
     at.evicted = events.evicted;

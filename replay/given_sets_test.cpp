@@ -150,6 +150,17 @@ TEST_CASE("images: the worst tokens leave after the prompt, the rest stays for g
   CHECK(worst_kept >= best_left);
 }
 
+// A selection after the prompt alone, and less room than the observation window takes.
+TEST_CASE("what the prompt's selection could not hold is said in the row") {
+  temporary_folder folder;
+  traces::synth(folder / "t.h5", options_for(trace_kind::grouped, 56));
+  const traces::reader trace(folder / "t.h5");
+  const auto tight = run_one(trace, "snapkv:budget=3,obs=4");
+  CHECK(tight.row.note.find("degenerate: protected >= budget") != std::string::npos);
+  CHECK(kept_sets(trace, tight).at({39, 1, 1}) == std::vector<std::int32_t>{37, 38, 39});
+  CHECK(run_one(trace, "snapkv:budget=4,obs=4").row.note.find("degenerate") == std::string::npos);
+}
+
 // log beta (-.001, -.2, -.02, -.1, -.5) at t = 4, keep 3: offset 2 keeps {0, 2, 3}, offset 0 {0, 2,
 // 4}.
 TEST_CASE("TrimKV's own example") {

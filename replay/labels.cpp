@@ -6,6 +6,7 @@
 #include <string_view>
 #include <utility>
 
+#include "policies/catalogue.hpp"
 #include "policies/policy.hpp"
 #include "reports/table.hpp"
 
@@ -37,7 +38,7 @@ parameters default_params(const reports::result& row) {
     last = owner;
     modifiers += fmt::format("+{}", last);
   }
-  for (const char* required : {"", ":budget=1"}) {
+  for (const char* required : {"", ":budget=1", ":budget=1,table=t", ":file=f"}) {
     try {
       const auto bare = policies::parse_policy(fmt::format("{}{}", row.name, required)).params;
       const auto all =
@@ -48,7 +49,9 @@ parameters default_params(const reports::result& row) {
         const auto owner = owner_of(p.first);
         const bool first = owner != last;
         last = owner;
-        if (p.first == "budget" || p.first == "high" || p.first == "low") continue;
+        const bool always = p.first == "budget" || p.first == "high" || p.first == "low" ||
+                            p.first == "table" || p.first == "file";
+        if (always) continue;
         if (first && !owner.empty() && owner != row.precision && !has_owner(bare, owner)) continue;
         shown_where_other.push_back(p);
       }
@@ -60,11 +63,28 @@ parameters default_params(const reports::result& row) {
   return {};
 }
 
+// "+rerotate": modifiers without parameters, which no changed parameter shows. Precisions have a
+// column, and a trigger of the policy's own goes unsaid.
+std::string bare_modifiers(const reports::result& row) {
+  const auto* entry = policies::find_entry(row.name, true);
+  std::string out;
+  std::string_view rest = row.policy;
+  while (rest.find('+') != std::string_view::npos) {
+    rest.remove_prefix(rest.find('+') + 1);
+    const auto part = rest.substr(0, rest.find('+'));
+    const bool implied = part == row.precision || (entry != nullptr && part == entry->trigger);
+    if (part.find(':') == std::string_view::npos && !implied) out += fmt::format("+{}", part);
+  }
+  return out;
+}
+
 }  // namespace
 
 std::vector<std::string> labels_of(std::span<const reports::result> rows) {
   std::vector<std::string> out;
-  for (const auto& row : rows) out.push_back(reports::short_policy(row, default_params(row)));
+  for (const auto& row : rows) {
+    out.push_back(reports::short_policy(row, default_params(row)) + bare_modifiers(row));
+  }
   return out;
 }
 

@@ -190,7 +190,7 @@ void reduce_critical(const lane_measures& m, reports::result& row) {
 
 void reduce_events(const lane_measures& m, const reduce_context& c, reports::result& row) {
   std::int64_t evicted = 0, selections = 0;
-  bool degenerate = false;
+  bool degenerate = std::count(m.prompt_degenerate.begin(), m.prompt_degenerate.end(), 1) > 0;
   std::vector<double> attend;
   for (std::int64_t t = c.skip; t < m.step_count; ++t) {
     for (int l = 0; l < m.layers_count; ++l) {

@@ -59,6 +59,7 @@ struct lane_measures {
         heads(static_cast<size_t>(layers) * static_cast<size_t>(kv_heads)),
         spans(static_cast<size_t>(layers) * span_count),
         prompt_evicted(static_cast<size_t>(layers)),
+        prompt_degenerate(static_cast<size_t>(layers)),
         critical(static_cast<size_t>(layers)) {}
 
   step_measure& at(int slot, std::int64_t step) {
@@ -72,12 +73,13 @@ struct lane_measures {
 
   int layers_count;
   std::int64_t step_count;
-  std::vector<step_measure> steps;           // [layers, decode steps]
-  std::vector<head_measure> heads;           // [layers, kv_heads]
-  std::vector<span_measure> spans;           // [layers, spans]
-  std::vector<std::int64_t> prompt_evicted;  // [layers]
-  std::vector<critical_measure> critical;    // [layers]
-  std::vector<double> head_l1;               // [layers, q_heads] sums over scored steps, or empty
+  std::vector<step_measure> steps;              // [layers, decode steps]
+  std::vector<head_measure> heads;              // [layers, kv_heads]
+  std::vector<span_measure> spans;              // [layers, spans]
+  std::vector<std::int64_t> prompt_evicted;     // [layers]
+  std::vector<std::uint8_t> prompt_degenerate;  // [layers] more was protected than the budget held
+  std::vector<critical_measure> critical;       // [layers]
+  std::vector<double> head_l1;  // [layers, q_heads] sums over scored steps, or empty
 };
 
 // What was measured at all in this pass.

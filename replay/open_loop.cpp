@@ -266,6 +266,7 @@ void open_loop_pass::run_layer(int slot) {
     const auto events =
         load_prompt(lane.state, slot, data, prompt, inputs_for(lane, slot, data, inputs));
     lane.measures.prompt_evicted[static_cast<size_t>(slot)] = events.evicted;
+    lane.measures.prompt_degenerate[static_cast<size_t>(slot)] = events.degenerate ? 1 : 0;
     lane.kept.note(lane.state.cache(), slot, info_.n_prompt - 1);
     add_critical(events, lane.measures.critical[static_cast<size_t>(slot)]);
   });

@@ -106,6 +106,7 @@ void open_loop_pass::run_device_group(const device_group& group) {
       const auto events =
           load_prompt(lane.state, layer->slot, layer->data, layer->prompt, inputs_of(layer->data));
       lane.measures.prompt_evicted[static_cast<size_t>(layer->slot)] = events.evicted;
+      lane.measures.prompt_degenerate[static_cast<size_t>(layer->slot)] = events.degenerate ? 1 : 0;
       lane.kept.note(lane.state.cache(), layer->slot, info_.n_prompt - 1);
       lane.device->load(layer->slot);
     }
