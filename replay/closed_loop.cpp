@@ -8,11 +8,11 @@
 #include <numeric>
 #include <utility>
 
-#include "kernels/half.hpp"
 #include "replay/closed_loop_pass.hpp"
 #include "replay/model_match.hpp"
 #include "replay/policy_files.hpp"
 #include "replay/projection.hpp"
+#include "replay/rounding.hpp"
 
 namespace kvreplay::replay {
 namespace {
@@ -181,22 +181,6 @@ std::int32_t closed_loop_pass::token_after(std::int64_t position) const {
   return position + 1 < info_.n_tokens ? tokens_[static_cast<size_t>(position + 1)] : -1;
 }
 
-// To what a 16-bit cache keeps, as the recorder does it.
-void closed_loop_pass::round_rows(tracer::attention_block& block) const {
-  if (options_.kv_fp32) return;
-  const auto round = [](std::span<float> values) {
-    constexpr size_t piece = 4096;
-    tbb::parallel_for(size_t{0}, (values.size() + piece - 1) / piece, [&](size_t i) {
-      for (float& x : values.subspan(i * piece, std::min(piece, values.size() - i * piece))) {
-        x = kernels::half_to_float(kernels::float_to_half(x));
-      }
-    });
-  };
-  round(block.q);
-  round(block.k);
-  round(block.v);
-}
-
 void closed_loop_pass::run_prompt() {
   const auto n = static_cast<size_t>(info_.n_prompt);
   const auto residual =
@@ -207,7 +191,7 @@ void closed_loop_pass::run_prompt() {
 
 // One layer of the prompt: its keys, values and observations go to every lane.
 void closed_loop_pass::prompt_layer(tracer::attention_block& block) {
-  round_rows(block);
+  if (!options_.kv_fp32) round_to_half(block);
   layer_data data;
   data.layer = block.layer;
   data.n_prompt = data.n_tokens = block.rows;
@@ -332,7 +316,7 @@ void closed_loop_pass::run_rows(std::vector<lane_rows>& rows, std::vector<float>
 }
 
 void closed_loop_pass::attend(tracer::attention_block& block, std::span<const lane_rows> rows) {
-  round_rows(block);
+  if (!options_.kv_fp32) round_to_half(block);
   tbb::parallel_for(size_t{0}, rows.size(), [&](size_t i) {
     // Without isolation a thread that waits inside the reference's products could start a lane
     // there: nothing wrong, but its time would count twice.

@@ -58,7 +58,6 @@ class closed_loop_pass {
   void attend_lane(tracer::attention_block& block, const lane_rows& rows);
   void score_rows(std::span<const lane_rows> rows, std::span<const float> residual,
                   std::span<const float> reference, bool with_reference);
-  void round_rows(tracer::attention_block& block) const;
   void report_progress(std::int64_t layer_rows);
   std::int32_t token_after(std::int64_t position) const;
 

@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <fstream>
 #include <memory>
 #include <optional>
 #include <span>
@@ -18,6 +19,7 @@
 #include "replay/gap.hpp"
 #include "replay/labels.hpp"
 #include "replay/match_bytes.hpp"
+#include "replay/model_match.hpp"
 #include "replay/open_loop.hpp"
 #include "replay/output_files.hpp"
 #include "replay/progress.hpp"
@@ -27,6 +29,7 @@
 #include "replay/text.hpp"
 #include "reports/atomic_file.hpp"
 #include "reports/csv.hpp"
+#include "reports/fidelity.hpp"
 #include "reports/table.hpp"
 #include "tracer/model.hpp"
 #include "traces/reader.hpp"
@@ -81,6 +84,7 @@ class replay_run {
   int run();
 
  private:
+  void read_fidelity();
   void probe() const;
   void start_outputs();
   void run_trace(const std::string& path);
@@ -118,6 +122,7 @@ class replay_run {
   std::optional<reports::journal_writer> journal_;
   reports::report report_;
   std::ostringstream steps_, heads_, kept_;
+  std::string fidelity_line_;  // empty: not asked for
   bool partial_layers_ = false, recovered_ = false;
 };
 
@@ -126,6 +131,15 @@ void replay_run::probe() const {
   for (const auto* path : {&command_.steps_file, &command_.heads_file, &command_.kept_file}) {
     if (!path->empty()) reports::probe_writable(*path);
   }
+}
+
+void replay_run::read_fidelity() {
+  const auto& path = command_.fidelity_file;
+  if (path.empty()) return;
+  std::ifstream file(path, std::ios::binary);
+  std::stringstream text;
+  if (file) text << file.rdbuf();
+  fidelity_line_ = reports::read_fidelity_line(text.str(), path);
 }
 
 void replay_run::start_outputs() {
@@ -138,6 +152,7 @@ void replay_run::start_outputs() {
 }
 
 int replay_run::run() {
+  read_fidelity();
   device_ = choose_device(common_.device);
   if (ranks_.rank == 0) start_outputs();
   if (command_.resume) journal_rows_ = broadcast_rows(journal_rows_);
@@ -226,6 +241,10 @@ void replay_run::run_sequence(const traces::reader& trace, int sequence) {
   options.per_head = !command_.heads_file.empty();
   options.kept = !command_.kept_file.empty();
   options.details = wants_details(command_.outputs);
+  if (model_) {
+    require_same_model(trace, sequence, *model_);
+    options.model = &*model_;
+  }
   const auto matches = matched(trace, sequence, options);
   std::vector<std::vector<reports::result>> rows;
   for (const auto& mode : modes_) rows.push_back(run_mode(mode, trace, sequence, matches, options));
@@ -359,6 +378,7 @@ const reports::result* replay_run::finished(const std::string& mode, const trace
 
 reports::result replay_run::keep(lane_output lane, const matched_policy& match) {
   auto& row = lane.row;
+  if (row.mode == "open" && !fidelity_line_.empty()) add_note(row, fidelity_line_);
   row.budget_factor = match.factor;
   row.match_difference = match.difference;
   if (!match.note.empty()) {
@@ -399,7 +419,12 @@ void replay_run::print_table() const {
   reports::table_options options;
   options.width = 110;
   options.labels = labels_of(report_.runs);
-  options.footer = note_lines(report_.runs, options.labels);
+  auto noted = report_.runs;  // the line of --fidelity stands in its own place
+  for (auto& row : noted) {
+    if (!fidelity_line_.empty())
+      row.note.erase(0, row.note.find(fidelity_line_) == 0 ? fidelity_line_.size() : 0);
+  }
+  options.footer = note_lines(noted, options.labels);
   if (partial_layers_) {
     options.footer.push_back(fmt::format("layers {}: bytes and quality are of the recorded layers",
                                          report_.runs.front().layers));
@@ -410,6 +435,7 @@ void replay_run::print_table() const {
   }
   for (const auto& mode : modes_) {
     options.footer.emplace_back(mode == "open" ? open_loop_line : closed_loop_line);
+    if (mode == "open" && !fidelity_line_.empty()) options.footer.push_back(fidelity_line_);
   }
   fmt::print("{}", reports::to_table(report_.runs, options));
 }

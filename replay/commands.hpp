@@ -58,7 +58,7 @@ int run_policies(const policies_command& command);
 struct replay_command {
   std::vector<std::string> traces, policies, outputs;
   std::string match_bytes, steps_file, heads_file, kept_file;
-  std::string model_directory, mode, kv_dtype = "fp16";
+  std::string model_directory, mode, kv_dtype = "fp16", fidelity_file;
   bool sequential = false;
   std::int64_t skip = 0, block = 128;
   bool no_bound = false, recover = false, resume = false;
@@ -113,6 +113,19 @@ struct report_command {
   std::string output;
 };
 int run_report(const report_command& command);
+
+struct fidelity_command {
+  std::vector<std::string> inputs, policies, outputs;
+  std::string model_directory;
+};
+int run_fidelity(const common_options& common, const fidelity_command& command);
+
+struct probe_command {
+  std::vector<std::string> traces;
+  std::string model_directory, output;
+  std::vector<int> hidden = {16, 64, 256};
+};
+int run_probe(const common_options& common, const probe_command& command);
 
 // `kvreplay --version`: version, revision, compiler, HDF5, CUDA, CPU, GPU; several lines.
 std::string version_text();

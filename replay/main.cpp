@@ -28,6 +28,8 @@ struct command_line {
   inspect_command inspect;
   policies_command policies;
   replay_command replay;
+  probe_command probe;
+  fidelity_command fidelity;
   sweep_command sweep;
   survival_command survival;
   headscore_command headscore;
@@ -193,6 +195,9 @@ void add_replay(CLI::App& app, command_line& line) {
                   "Closed loop: fp16 as deployed, or fp32, which rounds nothing (checks)")
       ->check(CLI::IsMember({"fp16", "fp32"}))
       ->capture_default_str();
+  sub->add_option(
+      "--fidelity", c.fidelity_file,
+      "A file of kvreplay fidelity: how far these scores can be trusted, in the report");
   sub->add_option("--match-bytes", c.match_bytes,
                   "Scale every budget until mean bytes equal this SPEC's, or this size (64MiB)");
   sub->add_flag("--no-bound", c.no_bound, "Skip recall_bound: a step then costs O(budget)");
@@ -305,6 +310,42 @@ void add_time(CLI::App& app, command_line& line) {
   add_device(*sub, line.common);
 }
 
+void add_probe(CLI::App& app, command_line& line) {
+  auto& c = line.probe;
+  auto* sub = app.add_subcommand("probe", "Does confidence say how much a step needs its past?");
+  sub->add_option("traces", c.traces, "Traces, of whose tokens the model is run")->required();
+  sub->add_option("--model", c.model_directory, "The recorded model (Hugging Face directory)")
+      ->required();
+  sub->add_option("--hidden", c.hidden, "How many positions before a step are hidden from it")
+      ->delimiter(',')
+      ->check(CLI::Range(1, 1 << 24))
+      ->capture_default_str();
+  sub->add_option("-o,--output", c.output, "JSON: correlations and every point");
+  sub->footer("Example:\n  kvreplay probe run.h5 --model SmolLM2 --hidden 16,64 -o probe.json");
+  add_common(*sub, line.common);
+}
+
+void add_fidelity(CLI::App& app, command_line& line) {
+  auto& c = line.fidelity;
+  auto* sub = app.add_subcommand("fidelity", "How well open-loop scores order policies");
+  sub->add_option("inputs", c.inputs, "Traces, or results (.json) of replay --mode both")
+      ->required();
+  sub->add_option("-p,--policy", c.policies, "SPEC, over traces; at least three beside full")
+      ->take_all()
+      ->expected(1)
+      ->allow_extra_args(false);
+  sub->add_option("--model", c.model_directory, "The recorded model, over traces");
+  sub->add_option("-o,--output", c.outputs, "JSON: rank correlations and inversions")
+      ->take_all()
+      ->expected(1)
+      ->allow_extra_args(false);
+  sub->footer(
+      "Example:\n  kvreplay fidelity run.h5 --model SmolLM2 -p h2o:budget=256 -p tova:budget=256 "
+      "-p "
+      "streaming:budget=256 -o fidelity.json");
+  add_common(*sub, line.common);
+}
+
 void add_tune(CLI::App& app, command_line& line) {
   auto& c = line.tune;
   auto* sub = app.add_subcommand("tune", "Find the best point of a grid under a limit");
@@ -356,6 +397,8 @@ int dispatch(const CLI::App& app, const command_line& line) {
     return run_fit_retention(line.common, line.fit_retention);
   }
   if (app.got_subcommand("report")) return run_report(line.report);
+  if (app.got_subcommand("probe")) return run_probe(line.common, line.probe);
+  if (app.got_subcommand("fidelity")) return run_fidelity(line.common, line.fidelity);
   if (app.got_subcommand("time")) return run_time(line.common, line.time);
   return run_replay(line.common, line.replay);
 }
@@ -469,6 +512,8 @@ int parse_and_run(int argc, char** argv) {
   add_time(app, line);
   add_tune(app, line);
   add_report(app, line);
+  add_probe(app, line);
+  add_fidelity(app, line);
   add_config(app);
   try {
     app.parse(argc, argv);

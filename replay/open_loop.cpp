@@ -60,6 +60,10 @@ std::vector<lane_output> open_loop_pass::run() {
   std::vector<lane_output> out(policies_.size());
   start_lanes(out);
   decide_global(out);
+  for (auto& lane : lanes_) {
+    if (lane == nullptr || lane->device != nullptr || !can_score_direct()) continue;
+    lane->direct = std::make_unique<direct_error>(info_.n_decode(), model_.hidden_size);
+  }
   residual_norm_.resize(layers_.size());
   reference_l1_.resize(layers_.size());
   layer_failed_.resize(layers_.size());
@@ -88,8 +92,29 @@ std::vector<lane_output> open_loop_pass::run() {
   for (size_t i = 0; i < asked_; ++i) {
     if (out[i].row.status == "ok" && parts_.projected) finish_critical(i, out[i].row);
   }
+  score_direct_lanes(out);
   out.resize(asked_);
   return out;
+}
+
+bool open_loop_pass::can_score_direct() const {
+  if (options_.model == nullptr || !parts_.output || !model_.records_all_layers() ||
+      !info_.has_residual_final || info_.n_decode() < 1) {
+    return false;
+  }
+  const auto& at = info_.logit_pos;
+  const auto first = std::lower_bound(at.begin(), at.end(), info_.n_prompt);
+  return at.end() - first >= info_.n_decode() && *first == info_.n_prompt &&
+         first[info_.n_decode() - 1] == info_.n_tokens - 1;
+}
+
+void open_loop_pass::score_direct_lanes(std::vector<lane_output>& out) {
+  std::vector<direct_lane> lanes;
+  for (size_t i = 0; i < asked_; ++i) {
+    if (lanes_[i] == nullptr || lanes_[i]->direct == nullptr || out[i].row.status != "ok") continue;
+    lanes.push_back({lanes_[i]->direct.get(), &out[i].row});
+  }
+  if (!lanes.empty()) score_direct(trace_, info_, *options_.model, options_.skip, lanes);
 }
 
 // What `critical` improved shows beside the same policy without it, which runs along unseen where
@@ -284,18 +309,31 @@ void open_loop_pass::run_layer(int slot) {
             rows[static_cast<size_t>(i)].l1;
       }
     }
+    const auto full_update =
+        can_score_direct()
+            ? options_.model->attention_update(
+                  layer, {reference.o(first), static_cast<size_t>(steps * data.o_width)}, steps)
+            : std::vector<float>{};
     each_lane([&](running_lane& lane) {
-      run_lane_block(lane, slot, data, reference, inputs_for(lane, slot, data, inputs), weights,
-                     first, steps, own);
+      const auto o =
+          run_lane_block(lane, slot, data, reference, inputs_for(lane, slot, data, inputs), weights,
+                         first, steps, own);
+      if (lane.direct == nullptr) return;
+      const auto update = options_.model->attention_update(layer, o, steps);
+      lane.direct->add(first - info_.n_prompt, update, full_update);
+      if (options_.model->config().post_norms) {
+        note_update_error(update, full_update, lane, slot, first);
+      }
     });
     report_progress(steps);
   }
 }
 
-void open_loop_pass::run_lane_block(running_lane& lane, int slot, const layer_data& data,
-                                    const full_reference& reference, const layer_inputs& inputs,
-                                    std::span<const float> weights, std::int64_t first,
-                                    std::int64_t steps, const kernels::cache_shape& own) {
+// Returns o^, [steps, q_heads, value_dim].
+std::vector<float> open_loop_pass::run_lane_block(
+    running_lane& lane, int slot, const layer_data& data, const full_reference& reference,
+    const layer_inputs& inputs, std::span<const float> weights, std::int64_t first,
+    std::int64_t steps, const kernels::cache_shape& own) {
   using clock = std::chrono::steady_clock;
   const auto start = clock::now();
   std::vector<float> o(static_cast<size_t>(steps * data.o_width));
@@ -331,6 +369,7 @@ void open_loop_pass::run_lane_block(running_lane& lane, int slot, const layer_da
   if (parts_.projected) project_block(lane, slot, reference, weights, o, first, steps);
   lane.seconds[static_cast<size_t>(slot)] +=
       std::chrono::duration<double>(clock::now() - start).count();
+  return o;
 }
 
 void open_loop_pass::project_block(running_lane& lane, int slot, const full_reference& reference,
@@ -375,6 +414,22 @@ void open_loop_pass::decide_global(std::vector<lane_output>& out) {
     if (failed[i].empty()) continue;
     fail(out[index[i]], failed[i]);
     lanes_[index[i]] = nullptr;
+  }
+}
+
+// Behind a norm of what attention adds, W_O (o^ - o) is not what the residual stream sees.
+void open_loop_pass::note_update_error(std::span<const float> update,
+                                       std::span<const float> full_update, running_lane& lane,
+                                       int slot, std::int64_t first) const {
+  const auto hidden = static_cast<size_t>(model_.hidden_size);
+  for (size_t row = 0; row < update.size() / hidden; ++row) {
+    double squares = 0;
+    for (size_t i = row * hidden; i < (row + 1) * hidden; ++i) {
+      const double x = static_cast<double>(update[i]) - full_update[i];
+      squares += x * x;
+    }
+    lane.measures.at(slot, first - info_.n_prompt + static_cast<std::int64_t>(row))
+        .residual_error2 = squares;
   }
 }
 

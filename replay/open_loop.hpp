@@ -14,11 +14,15 @@
 #include "replay/kept_log.hpp"
 #include "reports/csv.hpp"
 #include "reports/result.hpp"
+#include "tracer/model.hpp"
 #include "traces/reader.hpp"
 
 namespace kvreplay::replay {
 
 struct open_loop_options {
+  // For direct_kl, direct_nll and kl_proxy, where the trace has residual_final: output projections,
+  // final norm and head are read, nothing is run. Must be the trace's own.
+  const tracer::model* model = nullptr;
   bool bound = true;         // recall_bound and span metrics: whole rows, O(context) per step
   bool quality = true;       // false: memory and events only (budgets being matched)
   std::int64_t skip = 0;     // decode steps left out of the metrics

@@ -13,6 +13,7 @@
 
 #include "replay/bind.hpp"
 #include "replay/device_lane.hpp"
+#include "replay/direct.hpp"
 #include "replay/full_reference.hpp"
 #include "replay/layer_data.hpp"
 #include "replay/measures.hpp"
@@ -33,8 +34,9 @@ struct running_lane {
   std::vector<double> confidence;   // [decode steps + 1] or empty
   double tau = 0;
   std::vector<float> image_worth = {};  // [n_tokens] of a policy that ranks images by one layer
-  std::unique_ptr<device_lane> device = {};  // null: on the host
-  std::string host_note = {};                // why there, where a device was offered
+  std::unique_ptr<device_lane> device = {};   // null: on the host
+  std::string host_note = {};                 // why there, where a device was offered
+  std::unique_ptr<direct_error> direct = {};  // null: not measured
 };
 
 class open_loop_pass {
@@ -68,10 +70,14 @@ class open_loop_pass {
   const std::vector<double>& confidence_for(const policies::gate_rule& gate);
   void find_spans();
   void run_layer(int slot);
-  void run_lane_block(running_lane& lane, int slot, const layer_data& data,
-                      const full_reference& reference, const layer_inputs& inputs,
-                      std::span<const float> weights, std::int64_t first, std::int64_t steps,
-                      const kernels::cache_shape& own);
+  std::vector<float> run_lane_block(running_lane& lane, int slot, const layer_data& data,
+                                    const full_reference& reference, const layer_inputs& inputs,
+                                    std::span<const float> weights, std::int64_t first,
+                                    std::int64_t steps, const kernels::cache_shape& own);
+  bool can_score_direct() const;
+  void score_direct_lanes(std::vector<lane_output>& out);
+  void note_update_error(std::span<const float> update, std::span<const float> full_update,
+                         running_lane& lane, int slot, std::int64_t first) const;
   void project_block(running_lane& lane, int slot, const full_reference& reference,
                      std::span<const float> weights, std::span<const float> o, std::int64_t first,
                      std::int64_t steps);
