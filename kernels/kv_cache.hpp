@@ -147,6 +147,30 @@ class kv_cache {
   storage_events events() const;      // summed over layers
   storage_events& events(int layer);  // a layer's own counters
 
+  // Calls visit for every array and number that the cache holds, in one order: what a snapshot on
+  // disk keeps. A cache of the same shape and format that takes them over is the same cache.
+  template <class Visit>
+  void for_each_state(Visit&& visit) {
+    for (head_store& h : heads_) {
+      kernels::for_each_state(static_cast<payload_rows&>(h), visit);
+      visit(h.tail_position);
+      visit(h.tail_score);
+      visit(h.body_position);
+      visit(h.body_score);
+      visit(h.body_group);
+      visit(h.group_k_scale);
+      visit(h.group_k_zero);
+      visit(h.group_v_scale);
+      visit(h.groups);
+      visit(h.tail_pages);
+      visit(h.body_pages);
+      visit(h.k_channel_scale);
+      visit(h.v_channel_scale);
+    }
+    for (page_pool& pool : pools_) pool.for_each_state(visit);
+    for (storage_events& e : events_) visit(e);
+  }
+
  private:
   cache_shape shape_;
   storage_format format_;

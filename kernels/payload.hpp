@@ -59,6 +59,20 @@ void for_each_array(Rows& rows, const row_widths& widths, tier t, Visit&& visit)
   }
 }
 
+// Calls visit(array) for all arrays, in one order.
+template <class Visit>
+void for_each_state(payload_rows& rows, Visit&& visit) {
+  visit(rows.tail_k);
+  visit(rows.tail_v);
+  visit(rows.tail_k32);
+  visit(rows.tail_v32);
+  visit(rows.body_k);
+  visit(rows.body_v);
+  visit(rows.body_k_scale);
+  visit(rows.body_v_scale);
+  visit(rows.body_v_zero);
+}
+
 void resize_rows(payload_rows&, const row_widths&, tier, std::int64_t rows);
 void copy_row(payload_rows&, const row_widths&, tier, std::int64_t from, std::int64_t to);
 
@@ -73,6 +87,14 @@ class page_pool {
   void give_back(tier t, std::int32_t page) { of(t).free.push_back(page); }
   const std::vector<std::int32_t>& free_pages(tier t) const {
     return t == tier::tail ? tail_.free : body_.free;
+  }
+  template <class Visit>
+  void for_each_state(Visit&& visit) {
+    kernels::for_each_state(rows, visit);
+    for (pages* p : {&tail_, &body_}) {
+      visit(p->free);
+      visit(p->made);
+    }
   }
 
  private:

@@ -67,6 +67,20 @@ class closed_lane {
   const std::string& failed() const { return failed_; }
   double seconds = 0;  // in replay_layer
 
+  // Everything that a run changes, between two blocks.
+  template <class Visit>
+  void for_each_state(Visit&& visit) {
+    state_.for_each_state(visit);
+    visit(gate_state_);
+    for (auto& norms : value_norms_) visit(norms);
+    visit(measures_.steps);
+    visit(measures_.prompt_evicted);
+    visit(scores_);
+    for (std::int64_t* n : {&next_, &span_, &passes_, &blocks_, &calm_blocks_}) visit(*n);
+    visit(seconds);
+    visit(failed_);
+  }
+
  private:
   // Selection after the last step of a block waits until all layers have run: for the logits, or
   // (budgets over all layers, whose blocks are single steps) for each other.

@@ -13,6 +13,7 @@
 #include "replay/policy_files.hpp"
 #include "replay/projection.hpp"
 #include "replay/rounding.hpp"
+#include "tracer/sampling.hpp"
 
 namespace kvreplay::replay {
 namespace {
@@ -27,6 +28,12 @@ void fail(lane_output& out, std::string why) {
 // `full` in 16 bits is the reference itself.
 bool is_full(const policies::policy& policy) {
   return policy.name == "full" && policy.precision.body == policies::body_kind::none;
+}
+
+// A free run has a length of its own, and of the recording the prompt alone.
+traces::sequence_info length_of(traces::sequence_info info, const free_run& run) {
+  if (run.tokens > 0) info.n_tokens = info.n_prompt + run.tokens;
+  return info;
 }
 
 bool reads_confidence(const policies::gate_rule& gate) {
@@ -46,7 +53,7 @@ closed_loop_pass::closed_loop_pass(const traces::reader& trace, int sequence,
                                    std::span<const policies::policy> policies,
                                    const closed_loop_options& options)
     : trace_(trace),
-      info_(trace.sequence(sequence)),
+      info_(length_of(trace.sequence(sequence), options.free)),
       trace_model_(trace.model()),
       model_(model),
       policies_(policies),
@@ -58,6 +65,12 @@ closed_loop_pass::closed_loop_pass(const traces::reader& trace, int sequence,
       full_(shape_, info_.n_tokens),
       full_scores_(static_cast<size_t>(info_.n_decode() + 1)) {
   require_same_model(trace, sequence, model);
+  if (info_.n_tokens > model.config().max_position_embeddings) {
+    throw traces::trace_error(fmt::format("{}: {} positions of a free run, but {} knows {}",
+                                          trace.path(), info_.n_tokens, model.config().name,
+                                          model.config().max_position_embeddings));
+  }
+  if (free()) tokens_.resize(static_cast<size_t>(info_.n_prompt));
 }
 
 std::vector<lane_output> closed_loop_pass::run() {
@@ -66,13 +79,21 @@ std::vector<lane_output> closed_loop_pass::run() {
   const auto running = static_cast<std::int64_t>(std::count_if(
       lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane != nullptr; }));
   progress_total_ = (running + 1) * info_.n_tokens * shape_.layers;
-  run_prompt();
-  for (std::int64_t t = info_.n_prompt; t < info_.n_tokens; t += options_.block) {
-    run_block(t, std::min(options_.block, info_.n_tokens - t));
+  const std::int64_t block = free() ? 1 : options_.block;
+  std::int64_t next = info_.n_prompt;
+  if (!load(next)) {
+    run_prompt();
+    if (free()) start_texts();
+  }
+  while (next < info_.n_tokens) {
+    const std::int64_t steps = std::min(block, info_.n_tokens - next);
+    run_block(next, steps);
+    next += steps;
+    save(next);
   }
   for (size_t i = 0; i < out.size(); ++i) {
     if (lanes_[i] != nullptr && !lanes_[i]->failed().empty()) fail(out[i], lanes_[i]->failed());
-    if (out[i].row.status == "ok") finish(lanes_[i].get(), out[i]);
+    if (out[i].row.status == "ok") finish(i, out[i]);
   }
   return out;
 }
@@ -81,6 +102,8 @@ void closed_loop_pass::start_lanes(std::vector<lane_output>& out) {
   for (size_t i = 0; i < policies_.size(); ++i) {
     const auto& policy = policies_[i];
     describe_row(trace_, info_.id, policy, shape_.layers, options_.skip, "closed", out[i].row);
+    out[i].row.tokens.decoded = info_.n_decode();
+    out[i].row.tokens.scored = info_.n_decode() - options_.skip;
     lanes_.emplace_back();
     if (is_full(policy)) continue;
     try {
@@ -96,6 +119,10 @@ std::unique_ptr<closed_lane> closed_loop_pass::start_lane(const policies::policy
     throw std::invalid_argument(
         fmt::format("{} does not run in the closed loop: images are dropped inside the prompt pass",
                     policy.name));
+  }
+  if (free() && (policy.needs.retention || policy.score.kind == policies::score_kind::future)) {
+    throw std::invalid_argument(fmt::format(
+        "{} does not run free: it reads what was recorded of another text", policy.name));
   }
   auto dims = dims_for(trace_model_);
   dims.recorded_layers = layers_;
@@ -164,10 +191,16 @@ closed_gate closed_loop_pass::gate_for(const policies::policy& policy) const {
   if (!policy.budget.gated) return out;
   const auto& rule = policy.budget.gate;
   std::vector<double> c;
-  if (reads_confidence(rule)) c = recorded_confidence(trace_, info_.id, rule);
+  if (free() && policy.needs.future) {
+    throw traces::trace_error(fmt::format(
+        "{}: it reads the recorded run, which a free run does not follow", policy.name));
+  }
+  if (reads_confidence(rule) && !free()) c = recorded_confidence(trace_, info_.id, rule);
   if (policy.needs.future && c.empty())
     throw traces::trace_error(missing_for(policy, trace_, info_.id));
-  out.waits = reads_confidence(rule) && rule.gate != policies::gate_signal::shuffled;
+  // Equal budgets leave nothing to decide.
+  out.waits = reads_confidence(rule) && rule.gate != policies::gate_signal::shuffled &&
+              !(rule.high == rule.low);
   out.known = !c.empty();
   out.tau = policies::resolve_tau(rule, c);
   // Without a recording: on the loose side, as before the first step. random and constant look at
@@ -178,7 +211,7 @@ closed_gate closed_loop_pass::gate_for(const policies::policy& policy) const {
 }
 
 std::int32_t closed_loop_pass::token_after(std::int64_t position) const {
-  return position + 1 < info_.n_tokens ? tokens_[static_cast<size_t>(position + 1)] : -1;
+  return !free() && position + 1 < info_.n_tokens ? tokens_[static_cast<size_t>(position + 1)] : -1;
 }
 
 void closed_loop_pass::run_prompt() {
@@ -227,6 +260,9 @@ void closed_loop_pass::score_prompt(std::span<const float> residual) {
   scored_position at;
   at.position = info_.n_prompt - 1;
   at.next = token_after(at.position);
+  const token_choice choice{options_.free.temperature,
+                            tracer::uniform_at(options_.free.seed, at.position + 1)};
+  if (free()) at.choice = &choice;
   at.reference = residual.data();
   at.reference_out = &full_scores_.front();
   std::vector<logit_score> scores(lanes_.size());
@@ -259,20 +295,21 @@ void closed_loop_pass::run_block(std::int64_t first, std::int64_t steps) {
   for (;;) {
     std::vector<lane_rows> batch;
     std::int64_t rows = 0;
-    const auto add = [&](closed_lane* lane, std::int64_t at, std::int64_t count) {
+    const auto add = [&](closed_lane* lane, size_t index, std::int64_t at, std::int64_t count) {
       if (rows > 0 && rows + count > most_rows) {
         run_rows(batch, reference);
         batch.clear();
         rows = 0;
       }
-      batch.push_back({lane, at, count, rows});
+      batch.push_back({lane, index, at, count, rows});
       rows += count;
     };
-    if (!reference_done) add(nullptr, first, steps);
+    if (!reference_done) add(nullptr, 0, first, steps);
     reference_done = true;
-    for (auto& lane : lanes_) {
+    for (size_t i = 0; i < lanes_.size(); ++i) {
+      closed_lane* lane = lanes_[i].get();
       if (lane == nullptr || !lane->failed().empty() || lane->next() >= end) continue;
-      add(lane.get(), lane->next(), lane->block_steps(end));
+      add(lane, i, lane->next(), lane->block_steps(end));
     }
     if (batch.empty()) return;
     run_rows(batch, reference);
@@ -286,8 +323,9 @@ void closed_loop_pass::run_rows(std::vector<lane_rows>& rows, std::vector<float>
   std::vector<std::int64_t> positions;
   for (const auto& part : rows) {
     if (part.lane != nullptr) part.lane->begin_pass(part.steps);
+    const auto& text = free() && part.lane != nullptr ? texts_[part.index] : tokens_;
     for (std::int64_t t = part.first; t < part.first + part.steps; ++t) {
-      tokens.push_back(tokens_[static_cast<size_t>(t)]);
+      tokens.push_back(text[static_cast<size_t>(t)]);
       positions.push_back(t);
     }
   }
@@ -299,6 +337,10 @@ void closed_loop_pass::run_rows(std::vector<lane_rows>& rows, std::vector<float>
     reference.assign(residual.begin(), residual.begin() + static_cast<std::ptrdiff_t>(count));
   }
   score_rows(rows, residual, reference, with_reference);
+  if (free() && with_reference) {
+    tokens_.push_back(
+        full_scores_[static_cast<size_t>(rows.front().first - info_.n_prompt + 1)].chosen);
+  }
   tbb::parallel_for(size_t{0}, rows.size(), [&](size_t i) {
     closed_lane* lane = rows[i].lane;
     if (lane == nullptr || !lane->failed().empty()) return;
@@ -308,11 +350,22 @@ void closed_loop_pass::run_rows(std::vector<lane_rows>& rows, std::vector<float>
           throw std::domain_error(fmt::format("step {}: the logits are not finite", t));
         }
       }
+      if (free()) go_on(rows[i]);
       lane->end_pass(rows[i].steps);
     } catch (const std::exception& e) {
       lane->fail(fmt::format("{}: sequence {}: {}", trace_.path(), info_.id, e.what()));
     }
   });
+}
+
+// All texts begin with the token that the prompt's last row gave: the same row for all.
+void closed_loop_pass::start_texts() {
+  tokens_.push_back(full_scores_.front().chosen);
+  texts_.assign(policies_.size(), tokens_);
+}
+
+void closed_loop_pass::go_on(const lane_rows& rows) {
+  texts_[rows.index].push_back(rows.lane->score(rows.first)->chosen);
 }
 
 void closed_loop_pass::attend(tracer::attention_block& block, std::span<const lane_rows> rows) {
@@ -361,10 +414,14 @@ void closed_loop_pass::score_rows(std::span<const lane_rows> rows, std::span<con
   std::int64_t last = block_first_;
   for (const auto& part : rows) last = std::max(last, part.first + part.steps);
   std::vector<scored_position> positions;
+  // In a free run a block is one position.
+  const token_choice choice{options_.free.temperature,
+                            tracer::uniform_at(options_.free.seed, block_first_ + 1)};
   for (std::int64_t t = block_first_; t < last; ++t) {
     scored_position at;
     at.position = t;
     at.next = token_after(t);
+    if (free()) at.choice = &choice;
     at.reference = reference.data() + (t - block_first_) * hidden;
     if (with_reference) {
       at.reference_out = &full_scores_[static_cast<size_t>(t - info_.n_prompt + 1)];
@@ -382,6 +439,11 @@ void closed_loop_pass::score_rows(std::span<const lane_rows> rows, std::span<con
 void closed_loop_pass::report_progress(std::int64_t layer_rows) {
   progress_done_ = std::min(progress_done_ + layer_rows, progress_total_);
   if (options_.progress) options_.progress(progress_done_, progress_total_);
+}
+
+std::string free_run_note(const free_run& run) {
+  return fmt::format("free-running: {} tokens, temperature {}, seed {}", run.tokens,
+                     run.temperature, run.seed);
 }
 
 std::vector<lane_output> replay_closed(const traces::reader& trace, int sequence,

@@ -2,6 +2,7 @@
 // and closed_loop_rows.cpp, which turns what was scored into rows.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -21,6 +22,7 @@ namespace kvreplay::replay {
 // Rows of one lane in a forward pass; lane null: the reference.
 struct lane_rows {
   closed_lane* lane = nullptr;
+  size_t index = 0;                   // of the policy
   std::int64_t first = 0, steps = 0;  // positions
   std::int64_t row = 0;               // of the first, in the pass
 };
@@ -60,8 +62,17 @@ class closed_loop_pass {
                   std::span<const float> reference, bool with_reference);
   void report_progress(std::int64_t layer_rows);
   std::int32_t token_after(std::int64_t position) const;
+  bool free() const { return options_.free.tokens > 0; }
+  std::string snapshot_key() const;
+  template <class Visit>
+  void for_each_state(std::int64_t& next, Visit&& visit);
+  void save(std::int64_t next);
+  bool load(std::int64_t& next);
+  void start_texts();
+  void go_on(const lane_rows& rows);
+  void finish_free(size_t index, reports::result& row) const;
 
-  void finish(const closed_lane* lane, lane_output& out) const;
+  void finish(size_t index, lane_output& out) const;
   void finish_memory(const closed_lane* lane, lane_output& out) const;
   void finish_quality(std::span<const logit_score> scores, reports::result& row) const;
   void finish_answers(std::span<const logit_score> scores, reports::result& row) const;
@@ -75,13 +86,14 @@ class closed_loop_pass {
   std::vector<std::vector<dropped_positions>> full_dropped() const;
 
   const traces::reader& trace_;
-  const traces::sequence_info& info_;
+  const traces::sequence_info info_;  // of a free run: its own length
   const traces::model_info& trace_model_;
   const tracer::model& model_;
   std::span<const policies::policy> policies_;
   const closed_loop_options& options_;
-  std::vector<std::int32_t> tokens_;
-  std::vector<int> layers_;  // all of the model's
+  std::vector<std::int32_t> tokens_;              // the trace's; of a free run: full's own text
+  std::vector<std::vector<std::int32_t>> texts_;  // [policies] of a free run
+  std::vector<int> layers_;                       // all of the model's
   kernels::cache_shape shape_;
   // [layers] as projection.hpp reads them; empty: no policy asks for value norms.
   std::vector<std::vector<float>> output_weights_;
@@ -90,6 +102,7 @@ class closed_loop_pass {
   std::vector<std::unique_ptr<closed_lane>> lanes_;  // [policies]; null: refused, or `full` itself
   std::vector<logit_score> full_scores_;             // [decode steps + 1], from P-1 on
   std::int64_t block_first_ = 0;                     // of the block being run
+  std::chrono::steady_clock::time_point saved_ = std::chrono::steady_clock::now();
   std::int64_t progress_done_ = 0, progress_total_ = 0;
 };
 

@@ -65,12 +65,17 @@ answers score_answers(const std::vector<std::pair<int, int>>& spans, std::int64_
 
 }  // namespace
 
-void closed_loop_pass::finish(const closed_lane* lane, lane_output& out) const {
+void closed_loop_pass::finish(size_t index, lane_output& out) const {
   auto& row = out.row;
+  const closed_lane* lane = lanes_[index].get();
   const auto& scores = lane == nullptr ? full_scores_ : lane->scores();
+  if (free()) {
+    finish_free(index, row);
+  } else {
+    finish_quality(scores, row);
+    finish_answers(scores, row);
+  }
   finish_memory(lane, out);
-  finish_quality(scores, row);
-  finish_answers(scores, row);
   if (lane != nullptr) {
     finish_confidence(lane->state().policy(), lane->gate().tau, scores, row);
     row.events.passes = lane->passes_per_block();
@@ -159,6 +164,21 @@ void closed_loop_pass::finish_quality(scores_span scores, reports::result& row) 
   q.full_ppl = std::exp(mean(full));
   q.ppl_delta = *q.ppl - *q.full_ppl;
   store_interval("ppl", nll, row, [](double x) { return std::exp(x); });
+}
+
+// The texts after the prompt, the token that the prompt itself gave included.
+void closed_loop_pass::finish_free(size_t index, reports::result& row) const {
+  add_note(row, free_run_note(options_.free));
+  const auto& own = lanes_[index] == nullptr ? tokens_ : texts_[index];
+  std::int64_t same = 0, prefix = -1;
+  for (std::int64_t i = 0; i < options_.free.tokens; ++i) {
+    const auto at = static_cast<size_t>(info_.n_prompt + i);
+    same += own[at] == tokens_[at] ? 1 : 0;
+    if (prefix < 0 && own[at] != tokens_[at]) prefix = i;
+  }
+  row.quality.free_agreement =
+      static_cast<double>(same) / static_cast<double>(options_.free.tokens);
+  row.quality.free_prefix = static_cast<double>(prefix < 0 ? options_.free.tokens : prefix);
 }
 
 void closed_loop_pass::finish_answers(scores_span scores, reports::result& row) const {

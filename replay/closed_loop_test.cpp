@@ -6,6 +6,7 @@
 #include <tbb/global_control.h>
 
 #include <cmath>
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -165,6 +166,87 @@ TEST_CASE("the full cache against itself, and against the recording") {
   CHECK(*lanes[1].row.memory.mean_bytes == *full.memory.mean_bytes);
   CHECK(*lanes[2].row.quality.logit_kl > 1e-4);
   CHECK(*lanes[2].row.memory.mean_entries == 5);
+}
+
+TEST_CASE("free running: full writes what record --generate writes; others leave it") {
+  const recorded_run run("llama");
+  const traces::reader trace(run.path);
+  for (const double temperature : {0.0, 0.8}) {
+    tracer::record_options generate;
+    const auto tokens = trace.tokens(0);
+    generate.tokens.assign(tokens.begin(), tokens.begin() + 24);
+    generate.generate = 40;
+    generate.temperature = temperature;
+    generate.seed = 3;
+    const auto recorded = run.folder / "g.h5";
+    tracer::record(run.model, recorded, generate, {});
+    const traces::reader generated(recorded);
+    const auto text = generated.tokens(0);
+    // Teacher-forced on that text, `full` gives its confidence; the free run must see the same.
+    closed_loop_options options;
+    const auto forced = replay_closed(generated, 0, run.model, parse_all({"full"}), options);
+    options.free = {40, temperature, 3};
+    const auto policies = parse_all(
+        {"full", "window:budget=1000", "window:budget=2", "confkv:high=4,low=12,recent=2"});
+    const auto lanes = replay_closed(trace, 0, run.model, policies, options);
+    CHECK(*lanes[0].row.confidence.mean == *forced[0].row.confidence.mean);
+    CHECK(*lanes[0].row.quality.free_agreement == 1);
+    CHECK(*lanes[0].row.quality.free_prefix == 40);
+    CHECK(*lanes[1].row.quality.free_agreement == 1);
+    CHECK(*lanes[2].row.quality.free_agreement < 1);
+    CHECK(*lanes[2].row.quality.free_prefix < 40);
+    CHECK_FALSE(lanes[2].row.quality.ppl);
+    for (size_t i = 0; i < policies.size(); ++i) {
+      REQUIRE_MESSAGE(lanes[i].row.status == "ok", lanes[i].row.note);
+      const auto alone = replay_closed(trace, 0, run.model, {&policies[i], 1}, options);
+      CHECK(differences_of({lanes[i]}, alone) == std::vector<std::string>{});
+    }
+  }
+  closed_loop_options options;
+  options.free.tokens = 8;
+  const auto future = replay_closed(trace, 0, run.model,
+                                    parse_all({"confkv:high=4,low=12,recent=2,tau=q0.5"}), options);
+  CHECK(future[0].row.status == "failed");
+  CHECK(future[0].row.note.find("a free run does not follow") != std::string::npos);
+}
+
+TEST_CASE("a run that is killed goes on from its snapshot and gives the same rows") {
+  const recorded_run run("llama");
+  const traces::reader trace(run.path);
+  auto policies = parse_all(specs());
+  for (const char* storage : {"h2o:budget=16+int4:window=8", "h2o:budget=16+paged:page=4"}) {
+    policies.push_back(policies::parse_policy(storage));
+  }
+  for (const std::int64_t free : {0, 40}) {
+    closed_loop_options options;
+    options.block = 16;
+    options.free.tokens = free;
+    const auto whole = replay_closed(trace, 0, run.model, policies, options);
+    options.snapshot = run.folder / "s";
+    options.snapshot_seconds = 0;
+    struct killed {};
+    options.progress = [](std::int64_t done, std::int64_t total) {
+      if (done > total * 2 / 3) throw killed();
+    };
+    CHECK_THROWS_AS(replay_closed(trace, 0, run.model, policies, options), killed);
+    options.resume = true;
+    std::int64_t first = 0;
+    options.progress = [&](std::int64_t done, std::int64_t total) {
+      if (first == 0) first = 100 * done / total;
+    };
+    const auto resumed = replay_closed(trace, 0, run.model, policies, options);
+    CHECK(first > 50);
+    CHECK(differences_of(whole, resumed) == std::vector<std::string>{});
+    const auto size = std::filesystem::file_size(options.snapshot);
+    std::filesystem::resize_file(options.snapshot, size / 2);
+    CHECK_THROWS_AS(replay_closed(trace, 0, run.model, policies, options), traces::trace_error);
+    // Of another command: not taken.
+    first = 0;
+    const auto other = replay_closed(trace, 0, run.model, {&policies[5], 1}, options);
+    CHECK(differences_of({whole[5]}, other) == std::vector<std::string>{});
+    CHECK(first < 50);
+    std::filesystem::remove(options.snapshot);
+  }
 }
 
 TEST_CASE("what is refused, by name; the others go on") {

@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <fstream>
 #include <memory>
 #include <optional>
@@ -61,6 +62,10 @@ std::optional<match_target> read_target(const std::string& text) {
   return target;
 }
 
+free_run free_of(const replay_command& command) {
+  return {command.free_run, command.temperature, command.seed};
+}
+
 class replay_run {
  public:
   replay_run(const common_options& common, const replay_command& command)
@@ -85,6 +90,7 @@ class replay_run {
 
  private:
   void read_fidelity();
+  std::string snapshot_path() const { return command_.outputs.front() + ".snapshot"; }
   void probe() const;
   void start_outputs();
   void run_trace(const std::string& path);
@@ -163,7 +169,10 @@ int replay_run::run() {
   for (const auto& path : command_.traces) run_trace(path);
   if (ranks_.rank != 0) return exit_ok;
   write_outputs();
-  if (journal_) journal_->remove();
+  if (journal_) {
+    journal_->remove();
+    std::remove(snapshot_path().c_str());
+  }
   print_table();
   const bool failed = std::any_of(report_.runs.begin(), report_.runs.end(),
                                   [](const auto& row) { return row.status != "ok"; });
@@ -178,9 +187,10 @@ std::vector<std::string> replay_run::modes_of(const replay_command& command) {
   if (mode != "open" && command.model_directory.empty()) {
     throw usage_error(fmt::format("--mode {} needs --model DIR", mode));
   }
-  const bool closed_only = command.sequential || command.kv_dtype != "fp16";
+  const bool closed_only = command.sequential || command.kv_dtype != "fp16" || command.free_run > 0;
   if (mode == "open" && closed_only) {
-    throw usage_error("--sequential and --kv-dtype are of the closed loop: give --model DIR");
+    throw usage_error(
+        "--sequential, --kv-dtype and --free-run are of the closed loop: give --model DIR");
   }
   if (mode == "both") return {"open", "closed"};
   return {mode};
@@ -328,6 +338,9 @@ std::vector<lane_output> replay_run::run_policies(const std::string& mode,
   loop.skip = options.skip;
   loop.per_step = options.per_step;
   loop.kept = options.kept;
+  loop.free = free_of(command_);
+  if (!command_.outputs.empty()) loop.snapshot = snapshot_path();
+  loop.resume = command_.resume;
   loop.details = options.details;
   loop.progress = options.progress;
   auto lanes = replay_closed(trace, sequence, *model_, todo, loop);
@@ -362,11 +375,17 @@ const reports::result* replay_run::finished(const std::string& mode, const trace
                                             int sequence, const policies::policy& policy) const {
   const bool closed = mode == "closed";
   // A closed row scores tokens, and the last position has none to predict.
-  const auto scored = trace.sequence(sequence).n_decode() - command_.skip - (closed ? 1 : 0);
+  const bool free = closed && command_.free_run > 0;
+  const auto scored = free ? command_.free_run - command_.skip
+                           : trace.sequence(sequence).n_decode() - command_.skip - (closed ? 1 : 0);
+  const auto says = [](const reports::result& row, const std::string& text) {
+    return row.note.find(text) != std::string::npos;
+  };
   for (const auto& row : journal_rows_) {
-    const bool same_run =
-        closed ? (row.note.find(fp32_note) != std::string::npos) == (command_.kv_dtype == "fp32")
-               : row.quality.recall_bound.has_value() != command_.no_bound;
+    const bool same_run = closed ? says(row, fp32_note) == (command_.kv_dtype == "fp32") &&
+                                       (free ? says(row, free_run_note(free_of(command_)))
+                                             : row.quality.ppl.has_value())
+                                 : row.quality.recall_bound.has_value() != command_.no_bound;
     if (row.status == "ok" && row.trace_fingerprint == trace.fingerprint(sequence) &&
         row.sequence == sequence && row.policy == policy.resolved && row.mode == mode &&
         row.tokens.scored == scored && same_run) {

@@ -60,6 +60,9 @@ struct replay_command {
   std::string match_bytes, steps_file, heads_file, kept_file;
   std::string model_directory, mode, kv_dtype = "fp16", fidelity_file;
   bool sequential = false;
+  std::int64_t free_run = 0;
+  double temperature = 0;
+  std::uint64_t seed = 0;
   std::int64_t skip = 0, block = 128;
   bool no_bound = false, recover = false, resume = false;
 };

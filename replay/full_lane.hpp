@@ -28,6 +28,13 @@ class full_lane {
   const float* v(int layer) const { return v_[static_cast<size_t>(layer)].data(); }
   tracer::full_attention_shape shape_of(int layer) const;
 
+  template <class Visit>
+  void for_each_state(Visit&& visit) {
+    for (auto* rows : {&k_, &v_}) {
+      for (auto& layer : *rows) visit(layer);
+    }
+  }
+
  private:
   kernels::cache_shape shape_;
   std::vector<std::vector<float>> k_, v_;  // [layers][n_tokens, kv_heads, dim]

@@ -9,6 +9,7 @@
 
 #include "kernels/confidence.hpp"
 #include "kernels/numerics.hpp"
+#include "tracer/sampling.hpp"
 
 namespace kvreplay::replay {
 namespace {
@@ -120,6 +121,9 @@ class part_scorer {
     out.confidence = confidence_of(logits, s, gate == nullptr ? policies::gate_rule{} : *gate);
     out.argmax = s.argmax;
     out.hit = s.argmax == next;
+    if (const auto* choice = part_.position->choice; choice != nullptr) {
+      out.chosen = tracer::choose_token(logits, choice->temperature, choice->uniform);
+    }
     return out;
   }
 

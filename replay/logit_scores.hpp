@@ -17,9 +17,14 @@ struct logit_score {
   double kl = 0;          // KL(full || this), nats
   double confidence = 0;  // under the weights and the temperature of `gate`
   std::int32_t argmax = -1;
-  bool top1 = false;   // the same argmax as full
-  bool hit = false;    // the argmax is the next token
+  std::int32_t chosen = -1;  // the token that a free run goes on with
+  bool top1 = false;         // the same argmax as full
+  bool hit = false;          // the argmax is the next token
   bool finite = true;  // false: the row holds NaN or an infinity, and nothing else here counts
+};
+
+struct token_choice {
+  double temperature = 0, uniform = 0;
 };
 
 struct scored_row {
@@ -32,6 +37,8 @@ struct scored_row {
 struct scored_position {
   std::int64_t position = 0;  // for complaints
   std::int32_t next = -1;     // the token that follows, -1: none
+  // Free runs: each row's own choice of what follows, as tracer::choose_token makes it.
+  const token_choice* choice = nullptr;
   const float* reference = nullptr;
   logit_score* reference_out = nullptr;
   std::vector<scored_row> rows;

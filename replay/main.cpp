@@ -191,6 +191,13 @@ void add_replay(CLI::App& app, command_line& line) {
   sub->add_option("--mode", c.mode, "open, closed or both [both with --model, else open]")
       ->check(CLI::IsMember({"open", "closed", "both"}));
   sub->add_flag("--sequential", c.sequential, "Closed loop token by token: --block 1 for it");
+  sub->add_option("--free-run", c.free_run,
+                  "Closed loop: each policy writes N tokens of its own after the prompt")
+      ->check(CLI::Range(std::int64_t{1}, std::int64_t{1} << 24));
+  sub->add_option("--temperature", c.temperature, "Of --free-run; 0 is greedy")
+      ->check(CLI::Range(0.0, 100.0))
+      ->capture_default_str();
+  sub->add_option("--seed", c.seed, "Of --free-run")->capture_default_str();
   sub->add_option("--kv-dtype", c.kv_dtype,
                   "Closed loop: fp16 as deployed, or fp32, which rounds nothing (checks)")
       ->check(CLI::IsMember({"fp16", "fp32"}))

@@ -57,6 +57,13 @@ class lane {
   int count(std::int64_t step, int slot, int kv_head) const {
     return counts(step)[static_cast<size_t>(slot * cache_.shape().kv_heads + kv_head)];
   }
+  // Everything that a run changes, as kv_cache::for_each_state has it, but for host rules.
+  template <class Visit>
+  void for_each_state(Visit&& visit) {
+    visit(tight_);
+    visit(counts_);
+    cache_.for_each_state(visit);
+  }
 
  private:
   policies::policy policy_;

@@ -90,7 +90,7 @@ TEST_CASE("every row has every column; open columns are a union in name order") 
     return std::find(t[0].begin(), t[0].end(), name) - t[0].begin();
   };
   CHECK(place("params.a") + 1 == place("params.z"));
-  CHECK(place("quality.full_answer_accuracy") + 1 == place("quality.kept_share.a"));
+  CHECK(place("quality.free_prefix") + 1 == place("quality.kept_share.a"));
   CHECK(place("quality.kept_share.a") + 1 == place("quality.kept_share.b"));
   CHECK(place("quality.kept_share.b") + 1 == place("quality_ci.ppl.low"));
   CHECK(place("quality_ci.ppl.high") + 1 == place("confidence.mean"));

@@ -51,7 +51,8 @@ struct result {
         output_cosine, residual_rel_l2, direct_kl, direct_nll, kl_proxy, output_l1, head_l1,
         sigma_over_half, heads_improved, evidence_mass, evidence_kept, evidence_gain, ppl, full_ppl,
         ppl_delta, logit_kl, logit_kl_p50, logit_kl_p99, top1_agreement, gap_closed,
-        gap_closed_streaming, answer_nll, answer_accuracy, full_answer_nll, full_answer_accuracy;
+        gap_closed_streaming, answer_nll, answer_accuracy, full_answer_nll, full_answer_accuracy,
+        free_agreement, free_prefix;
     // Metrics whose names depend on the trace: kept_share.<span>. In name order.
     std::vector<named_value> more;
   } quality;

@@ -40,12 +40,12 @@ result changed(result r, std::size_t n, const std::function<void(maybe&)>& chang
 
 TEST_CASE("the walk meets every number once, in the order of results.json") {
   const std::vector<std::string> all = names(full_row());
-  CHECK(all.size() == 3 + 12 + 30 + 2 + 4 + 7 + 22 + 2 + 2);
+  CHECK(all.size() == 3 + 12 + 32 + 2 + 4 + 7 + 22 + 2 + 2);
   CHECK(std::set<std::string>(all.begin(), all.end()).size() == all.size());
   CHECK(all.front() == "tokens.prompt");
   CHECK(all[3] == "memory.mean_bytes");
   CHECK(all[15] == "quality.attention_recall");
-  CHECK(all[45] == "quality.kept_share.answer");
+  CHECK(all[47] == "quality.kept_share.answer");
   CHECK(all.back() == "sweep.sequences");
 }
 

@@ -62,7 +62,9 @@ void visit_quality(Quality& q, Visitor& visit) {
                     {"answer_nll", &q.answer_nll},
                     {"answer_accuracy", &q.answer_accuracy},
                     {"full_answer_nll", &q.full_answer_nll},
-                    {"full_answer_accuracy", &q.full_answer_accuracy}},
+                    {"full_answer_accuracy", &q.full_answer_accuracy},
+                    {"free_agreement", &q.free_agreement},
+                    {"free_prefix", &q.free_prefix}},
                    visit);
   for (auto& [name, value] : q.more) visit(std::string_view("quality"), name, value);
 }
