@@ -213,10 +213,12 @@ TEST_CASE("free running: full writes what record --generate writes; others leave
 TEST_CASE("a run that is killed goes on from its snapshot and gives the same rows") {
   const recorded_run run("llama");
   const traces::reader trace(run.path);
-  auto policies = parse_all(specs());
-  for (const char* storage : {"h2o:budget=16+int4:window=8", "h2o:budget=16+paged:page=4"}) {
-    policies.push_back(policies::parse_policy(storage));
-  }
+  // Those whose scores a kernel keeps: what rules on the host remember is in no snapshot.
+  const auto policies =
+      parse_all({"full", "full+int8:window=8,scales=channel", "random:budget=16,recent=4",
+                 "h2o:budget=16+int4:window=8", "tova:budget=16+paged:page=4", "h2o:budget=16",
+                 "confkv:high=8,low=24,recent=4,shrink=1", "h2o:budget=16+global:floor=3",
+                 "h2o:budget=16+every:n=5"});
   for (const std::int64_t free : {0, 40}) {
     closed_loop_options options;
     options.block = 16;

@@ -56,13 +56,16 @@ class snapshot_reader {
     const std::uint64_t count = size(sizeof(T));
     std::uint64_t capacity = 0;
     (*this)(capacity);
-    if (capacity < count || capacity > 4 * count + 4096) {
+    if (capacity < count || capacity > (std::uint64_t{1} << 40) / sizeof(T)) {
       throw snapshot_error("a snapshot with an impossible capacity");
     }
-    std::vector<T> fresh;
-    fresh.reserve(capacity);
-    fresh.resize(count);
-    values.swap(fresh);
+    // In place where it fits: others may point there.
+    if (values.size() != count || values.capacity() != capacity) {
+      std::vector<T> fresh;
+      fresh.reserve(capacity);
+      fresh.resize(count);
+      values.swap(fresh);
+    }
     if (count > 0) std::memcpy(values.data(), take(count * sizeof(T)), count * sizeof(T));
   }
   void operator()(std::string& text) {
