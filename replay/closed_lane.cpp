@@ -38,6 +38,19 @@ closed_lane::closed_lane(lane state, std::vector<layer_inputs> inputs, const clo
     inputs_[slot].value_norm = value_norms_[slot];
 }
 
+void closed_lane::own_retention() {
+  const std::int64_t positions = state_.n_prompt() + measures_.step_count;
+  const auto values = static_cast<size_t>(positions * state_.cache().shape().kv_heads);
+  retention_.assign(inputs_.size(), std::vector<float>(values));
+  for (size_t slot = 0; slot < inputs_.size(); ++slot) inputs_[slot].retention = retention_[slot];
+}
+
+void closed_lane::set_retention(int slot, std::int64_t first, std::span<const float> rows) {
+  std::copy(rows.begin(), rows.end(),
+            retention_[static_cast<size_t>(slot)].begin() +
+                static_cast<std::ptrdiff_t>(first * state_.cache().shape().kv_heads));
+}
+
 void closed_lane::set_value_norms(int slot, std::int64_t first, std::span<const float> norms) {
   if (value_norms_.empty()) return;
   std::copy(norms.begin(), norms.end(),

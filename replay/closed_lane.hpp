@@ -43,6 +43,10 @@ class closed_lane {
   // The lane's own value norms of a layer, [rows, q_heads] from position `first` on, as far as its
   // rules read them: before these rows are run, and again in every pass.
   void set_value_norms(int slot, std::int64_t first, std::span<const float> norms);
+  // The same for ln beta of positions first .. of a layer, [rows, kv_heads], after own_retention():
+  // from then on rules read what a gate says of the lane's own keys and values, not the recording.
+  void own_retention();
+  void set_retention(int slot, std::int64_t first, std::span<const float> rows);
 
   // After fill_prompt of a layer. A lane whose decision waits settles in end_prompt instead.
   void settle_prompt(int slot);
@@ -73,6 +77,7 @@ class closed_lane {
     state_.for_each_state(visit);
     visit(gate_state_);
     for (auto& norms : value_norms_) visit(norms);
+    for (auto& rows : retention_) visit(rows);
     visit(measures_.steps);
     visit(measures_.prompt_evicted);
     visit(scores_);
@@ -92,6 +97,7 @@ class closed_lane {
   lane state_;
   std::vector<layer_inputs> inputs_;
   std::vector<std::vector<float>> value_norms_;  // [slots][positions * q_heads] or empty
+  std::vector<std::vector<float>> retention_;    // [slots][positions * kv_heads] or empty
   closed_gate gate_;
   policies::gate_state gate_state_;
   lane_measures measures_;

@@ -108,6 +108,13 @@ void closed_loop_pass::start_lanes(std::vector<lane_output>& out) {
     if (is_full(policy)) continue;
     try {
       lanes_.back() = start_lane(policy);
+      if (gated_retention(*lanes_.back())) lanes_.back()->own_retention();
+      if (policy.needs.retention) {
+        add_note(out[i].row,
+                 retention_gate_
+                     ? "retention by the trace's gate on the cache's own keys and values"
+                     : "retention as recorded in the trace");
+      }
     } catch (const std::exception& e) {
       fail(out[i], e.what());
     }
@@ -134,12 +141,15 @@ std::unique_ptr<closed_lane> closed_loop_pass::start_lane(const policies::policy
       inputs_for(policy), gate, info_.n_decode(), options_.block, options_.kept);
 }
 
-// Retention as recorded; the rotary frequencies of the model; value norms from its output
-// projections.
+// Retention: the gate of the trace, evaluated on the lane's own keys and values, or as recorded.
+// The rotary frequencies of the model; value norms from its output projections.
 std::vector<layer_inputs> closed_loop_pass::inputs_for(const policies::policy& policy) {
   for (int l = static_cast<int>(output_weights_.size());
        policy.needs.value_norm && l < shape_.layers; ++l) {
     output_weights_.push_back(output_weights(projection(), model_.wo(l)));
+  }
+  if (policy.needs.retention && !retention_gate_) {
+    retention_gate_ = traces::read_retention_gate(trace_.path(), trace_model_);
   }
   std::vector<layer_inputs> out(layers_.size());
   const bool ahead = policy.score.kind == policies::score_kind::future;
@@ -184,6 +194,17 @@ std::vector<float> closed_loop_pass::norms_of(int layer, std::span<const float> 
   if (output_weights_.empty()) return {};
   return value_norms(projection(), output_weights_[static_cast<size_t>(layer)], shape_.kv_heads, v,
                      rows);
+}
+
+std::vector<float> closed_loop_pass::retention_of(int layer, const float* k, const float* v,
+                                                  std::int64_t rows) const {
+  std::vector<float> out;
+  for (std::int64_t r = 0; r < rows * shape_.kv_heads; ++r) {
+    out.push_back(traces::log_retention(*retention_gate_, layer,
+                                        static_cast<int>(r % shape_.kv_heads),
+                                        k + r * shape_.head_dim, v + r * shape_.value_dim));
+  }
+  return out;
 }
 
 closed_gate closed_loop_pass::gate_for(const policies::policy& policy) const {
@@ -240,10 +261,15 @@ void closed_loop_pass::prompt_layer(tracer::attention_block& block) {
   const kernels::cache_shape own = cache_shape_for(trace_model_, {&block.layer, 1});
   prompt_observations prompt(own, data);
   const auto norms = norms_of(block.layer, data.v, block.rows);
+  std::vector<float> retention;
+  if (retention_gate_) {
+    retention = retention_of(block.layer, data.k.data(), data.v.data(), block.rows);
+  }
   tbb::parallel_for(size_t{0}, lanes_.size(), [&](size_t i) {
     if (lanes_[i] == nullptr || !lanes_[i]->failed().empty()) return;
     try {
       lanes_[i]->set_value_norms(block.layer, 0, norms);
+      if (gated_retention(*lanes_[i])) lanes_[i]->set_retention(block.layer, 0, retention);
       fill_prompt(lanes_[i]->state(), block.layer, data, prompt, lanes_[i]->inputs(block.layer));
       lanes_[i]->settle_prompt(block.layer);
     } catch (const std::exception& e) {
@@ -400,6 +426,10 @@ void closed_loop_pass::attend_lane(tracer::attention_block& block, const lane_ro
       const auto n = static_cast<size_t>(rows.steps * v_width);
       rows.lane->set_value_norms(block.layer, rows.first,
                                  norms_of(block.layer, {v, n}, rows.steps));
+    }
+    if (gated_retention(*rows.lane)) {
+      rows.lane->set_retention(block.layer, rows.first,
+                               retention_of(block.layer, k, v, rows.steps));
     }
     rows.lane->run_layer(block.layer, {rows.first, rows.steps, q, k, v, o});
   } catch (const std::exception& e) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -16,6 +17,7 @@
 #include "replay/future_mass.hpp"
 #include "replay/projection.hpp"
 #include "replay/row_basics.hpp"
+#include "traces/retention_gate.hpp"
 
 namespace kvreplay::replay {
 
@@ -49,6 +51,11 @@ class closed_loop_pass {
     return {shape_.q_heads, shape_.value_dim, model_.config().hidden_size};
   }
   std::vector<float> norms_of(int layer, std::span<const float> v, std::int64_t rows) const;
+  std::vector<float> retention_of(int layer, const float* k, const float* v,
+                                  std::int64_t rows) const;
+  bool gated_retention(const closed_lane& lane) const {
+    return retention_gate_.has_value() && lane.state().policy().needs.retention;
+  }
   closed_gate gate_for(const policies::policy& policy) const;
 
   void run_prompt();
@@ -97,6 +104,7 @@ class closed_loop_pass {
   kernels::cache_shape shape_;
   // [layers] as projection.hpp reads them; empty: no policy asks for value norms.
   std::vector<std::vector<float>> output_weights_;
+  std::optional<traces::retention_gate> retention_gate_;  // where a policy reads retention
   std::map<int, recorded_layer> recorded_;
   full_lane full_;
   std::vector<std::unique_ptr<closed_lane>> lanes_;  // [policies]; null: refused, or `full` itself

@@ -16,6 +16,7 @@
 #include "tracer/model.hpp"
 #include "tracer/record.hpp"
 #include "traces/reader.hpp"
+#include "traces/retention_gate.hpp"
 #include "traces/writer.hpp"
 
 namespace kvreplay::replay {
@@ -269,6 +270,47 @@ TEST_CASE("what is refused, by name; the others go on") {
   CHECK(lanes[0].row.status == "ok");  // its own logits serve; the trace has none
   CHECK(lanes[1].row.status == "failed");
   CHECK(lanes[1].row.note.find("logits") != std::string::npos);
+}
+
+// A gate that gives every entry the same decay ranks by age: trimkv is window then, although the
+// recorded retention says the opposite. Without the gate the recording is believed.
+TEST_CASE("a trace's retention gate is asked about the lane's own keys and values") {
+  const recorded_run run("llama");
+  const auto& m = run.model.config();
+  const traces::reader trace(run.path);
+  const auto& info = trace.sequence(0);
+  traces::retention_gate gate;
+  gate.layers = m.n_layers;
+  gate.kv_heads = m.n_kv_heads;
+  gate.head_dim = gate.value_dim = m.head_dim;
+  gate.hidden = 1;
+  const auto heads = static_cast<size_t>(m.n_layers * m.n_kv_heads);
+  const auto inputs = heads * static_cast<size_t>(2 * m.head_dim);
+  gate.input_mean.assign(inputs, 0);
+  gate.input_scale.assign(inputs, 1);
+  gate.hidden_weight.assign(inputs, 0);
+  gate.hidden_bias.assign(heads, 0);
+  gate.output_weight = {0};
+  gate.output_bias = {2};
+  std::vector<float> rising;  // the newer, the sooner it goes
+  for (std::int64_t t = 0; t < info.n_tokens; ++t) {
+    for (int g = 0; g < m.n_kv_heads; ++g) rising.push_back(-static_cast<float>(t * t));
+  }
+  const std::vector<std::vector<std::vector<float>>> rows = {
+      std::vector<std::vector<float>>(static_cast<size_t>(m.n_layers), rising)};
+  const auto gated = run.folder / "gated.h5";
+  traces::copy_with_retention(run.path, gated, rows, gate);
+  const auto policies = parse_all({"trimkv:budget=16", "window:budget=16"});
+  const traces::reader with_gate(gated);
+  for (const std::int64_t block : {1, 9, 128}) {
+    closed_loop_options options;
+    options.block = block;
+    const auto lanes = replay_closed(with_gate, 0, run.model, policies, options);
+    REQUIRE_MESSAGE(lanes[0].row.status == "ok", lanes[0].row.note);
+    CHECK(lanes[0].row.note.find("gate") != std::string::npos);
+    CHECK(*lanes[0].row.quality.logit_kl == *lanes[1].row.quality.logit_kl);
+    CHECK(*lanes[0].row.quality.ppl == *lanes[1].row.quality.ppl);
+  }
 }
 
 }  // namespace

@@ -27,7 +27,9 @@ void describe_row(const traces::reader& trace, int sequence, const policies::pol
   row.tokens.prompt = info.n_prompt;
   row.tokens.decoded = info.n_decode();
   row.tokens.scored = info.n_decode() - skip;
-  if (policy.needs.retention) add_note(row, "retention as recorded in the trace");
+  if (policy.needs.retention && row.mode == "open") {
+    add_note(row, "retention as recorded in the trace");
+  }
   if (policy.needs.image_span) {
     add_note(row, policy.needs.image_score
                       ? "images are cut after the prompt pass; tokens merged from what was cut are "
