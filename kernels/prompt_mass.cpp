@@ -204,6 +204,10 @@ void column_sums(const cache_shape& shape, int layer, const prompt_rows& rows, m
              [&](std::int64_t step, const float* p, std::int64_t stride) {
                add_reduced(p, v.group, stride, first_visible(v, step), step + 1, reduce,
                            sums.data() + h * n);
+               // Rows cost what they see: the work done grows with their square.
+               if (!rows.progress || step % 256 != 255) return;
+               const double done = static_cast<double>(step + 1) / static_cast<double>(n);
+               rows.progress((h + done * done) / v.kv_heads);
              });
   }
   finish_sums(v, reduce, n, sums, out);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -17,6 +18,8 @@ struct prompt_rows {
   const float* lse = nullptr;  // [n_prompt - first_row, q_heads] or null: recomputed
   std::int64_t first_row = 0;  // position of q's and lse's first row
   std::int64_t n_prompt = 0;
+  // column_sums calls it now and then with how much of its work is done; may be empty.
+  std::function<void(double share)> progress = {};
 };
 
 // Sum over the prompt's rows of the group's reduced mass: out [kv_heads, n_prompt]. Reduced over

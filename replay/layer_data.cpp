@@ -205,6 +205,7 @@ const std::vector<float>& prompt_observations::scores(const policies::score_rule
   } else if (rows < 0 && data_->first_row > 0) {
     reduce_column_sums(reduce, at->second);
   } else if (rows < 0) {
+    prompt.progress = progress_;
     kernels::column_sums(*shape_, 0, prompt, reduce, at->second);
   } else {
     std::vector<float> last;

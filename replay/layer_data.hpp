@@ -70,6 +70,9 @@ class prompt_observations {
   prompt_observations(const kernels::cache_shape& shape, const layer_data& data)
       : shape_(&shape), data_(&data) {}
 
+  // Called, from one thread at a time, with how much of a pass over a long prompt is done.
+  void on_progress(std::function<void(double share)> call) { progress_ = std::move(call); }
+
   // Empty for prompt_seed::none and last_history.
   const std::vector<float>& scores(const policies::score_rule& rule, kernels::mass_layout reduce);
 
@@ -85,6 +88,7 @@ class prompt_observations {
   using key = std::pair<std::int64_t, kernels::mass_layout>;  // rows (-1: all), reduction
   const kernels::cache_shape* shape_;
   const layer_data* data_;
+  std::function<void(double share)> progress_;
   std::mutex mutex_;
   std::map<key, std::vector<float>> known_;
 };

@@ -287,6 +287,13 @@ void open_loop_pass::run_layer(int slot) {
       });
     });
   };
+  std::int64_t credited = 0;  // prompt positions that progress has been told of
+  prompt.on_progress([&](double share) {
+    const auto due = static_cast<std::int64_t>(share * static_cast<double>(info_.n_prompt));
+    if (due <= credited) return;
+    report_progress(due - credited);
+    credited = due;
+  });
   each_lane([&](running_lane& lane) {
     const auto events =
         load_prompt(lane.state, slot, data, prompt, inputs_for(lane, slot, data, inputs));
@@ -295,6 +302,7 @@ void open_loop_pass::run_layer(int slot) {
     lane.kept.note(lane.state.cache(), slot, info_.n_prompt - 1);
     add_critical(events, lane.measures.critical[static_cast<size_t>(slot)]);
   });
+  report_progress(info_.n_prompt - credited);
   const std::int64_t block = block_steps();
   for (std::int64_t first = info_.n_prompt; first < info_.n_tokens; first += block) {
     const std::int64_t steps = std::min(block, info_.n_tokens - first);
@@ -439,7 +447,7 @@ void open_loop_pass::report_progress(std::int64_t steps) {
   progress_done_ += steps;
   const int passes = (any_lane(false) ? 1 : 0) + (any_lane(true) ? 1 : 0);
   options_.progress(progress_done_,
-                    passes * info_.n_decode() * static_cast<std::int64_t>(layers_.size()));
+                    passes * info_.n_tokens * static_cast<std::int64_t>(layers_.size()));
 }
 
 std::vector<lane_output> replay_open(const traces::reader& trace, int sequence,

@@ -111,6 +111,7 @@ void open_loop_pass::run_device_group(const device_group& group) {
       lane.device->load(layer->slot);
     }
   });
+  report_progress(info_.n_prompt * std::ssize(group));
   const std::int64_t block = block_steps();
   for (std::int64_t first = info_.n_prompt; first < info_.n_tokens; first += block) {
     const std::int64_t steps = std::min(block, info_.n_tokens - first);
