@@ -71,6 +71,10 @@ closed_loop_pass::closed_loop_pass(const traces::reader& trace, int sequence,
                                           model.config().max_position_embeddings));
   }
   if (free()) tokens_.resize(static_cast<size_t>(info_.n_prompt));
+  if (!free() && info_.has_logits &&
+      find_run(info_.logit_pos, info_.n_prompt, info_.n_decode()) >= 0) {
+    recorded_kl_.resize(static_cast<size_t>(info_.n_decode()));
+  }
 }
 
 std::vector<lane_output> closed_loop_pass::run() {
@@ -308,6 +312,14 @@ void closed_loop_pass::score_prompt(std::span<const float> residual) {
   });
 }
 
+// A cross-check of the model against the recording, where whole rows were recorded.
+void closed_loop_pass::load_recorded_logits(std::int64_t first, std::int64_t steps) {
+  recorded_logits_.clear();
+  if (recorded_kl_.empty()) return;
+  const std::int64_t row = find_run(info_.logit_pos, first, steps);
+  recorded_logits_ = trace_.logits(info_.id, row, row + steps);
+}
+
 // The reference goes through once; lanes repeat what has not settled, and may take the block in
 // smaller pieces.
 void closed_loop_pass::run_block(std::int64_t first, std::int64_t steps) {
@@ -330,7 +342,10 @@ void closed_loop_pass::run_block(std::int64_t first, std::int64_t steps) {
       batch.push_back({lane, index, at, count, rows});
       rows += count;
     };
-    if (!reference_done) add(nullptr, 0, first, steps);
+    if (!reference_done) {
+      load_recorded_logits(first, steps);
+      add(nullptr, 0, first, steps);
+    }
     reference_done = true;
     for (size_t i = 0; i < lanes_.size(); ++i) {
       closed_lane* lane = lanes_[i].get();
@@ -455,6 +470,11 @@ void closed_loop_pass::score_rows(std::span<const lane_rows> rows, std::span<con
     at.reference = reference.data() + (t - block_first_) * hidden;
     if (with_reference) {
       at.reference_out = &full_scores_[static_cast<size_t>(t - info_.n_prompt + 1)];
+      if (!recorded_logits_.empty()) {
+        at.recorded =
+            &recorded_logits_[static_cast<size_t>((t - block_first_) * trace_model_.logit_size)];
+        at.recorded_kl = &recorded_kl_[static_cast<size_t>(t - info_.n_prompt)];
+      }
     }
     for (const auto& part : rows) {
       if (part.lane == nullptr || t < part.first || t >= part.first + part.steps) continue;

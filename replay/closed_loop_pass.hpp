@@ -67,6 +67,7 @@ class closed_loop_pass {
   void attend_lane(tracer::attention_block& block, const lane_rows& rows);
   void score_rows(std::span<const lane_rows> rows, std::span<const float> residual,
                   std::span<const float> reference, bool with_reference);
+  void load_recorded_logits(std::int64_t first, std::int64_t steps);
   void report_progress(std::int64_t layer_rows);
   std::int32_t token_after(std::int64_t position) const;
   bool free() const { return options_.free.tokens > 0; }
@@ -109,7 +110,10 @@ class closed_loop_pass {
   full_lane full_;
   std::vector<std::unique_ptr<closed_lane>> lanes_;  // [policies]; null: refused, or `full` itself
   std::vector<logit_score> full_scores_;             // [decode steps + 1], from P-1 on
-  std::int64_t block_first_ = 0;                     // of the block being run
+  // KL(recorded || full) of the decode steps, where the trace has whole rows of logits.
+  std::vector<double> recorded_kl_;
+  std::vector<float> recorded_logits_;  // [steps of the block, logit_size]
+  std::int64_t block_first_ = 0;        // of the block being run
   std::chrono::steady_clock::time_point saved_ = std::chrono::steady_clock::now();
   std::int64_t progress_done_ = 0, progress_total_ = 0;
 };

@@ -91,6 +91,11 @@ void closed_loop_pass::finish(size_t index, lane_output& out) const {
     finish_confidence({}, 0, scores, row);
   }
   if (options_.kv_fp32) add_note(row, fp32_note);
+  if (!recorded_kl_.empty()) {
+    const double sum = std::accumulate(recorded_kl_.begin(), recorded_kl_.end(), 0.0);
+    add_note(row, fmt::format("full against the recorded logits: KL {:.2g} nats",
+                              sum / static_cast<double>(recorded_kl_.size())));
+  }
 }
 
 void closed_loop_pass::finish_memory(const closed_lane* lane, lane_output& out) const {

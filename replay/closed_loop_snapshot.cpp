@@ -32,6 +32,7 @@ void closed_loop_pass::for_each_state(std::int64_t& next, Visit&& visit) {
   visit(tokens_);
   for (auto& text : texts_) visit(text);
   visit(full_scores_);
+  visit(recorded_kl_);
   full_.for_each_state(visit);
   for (auto& lane : lanes_) {
     if (lane != nullptr) lane->for_each_state(visit);

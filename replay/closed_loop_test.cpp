@@ -162,6 +162,12 @@ TEST_CASE("the full cache against itself, and against the recording") {
   CHECK(full.tokens.scored == 63);
   CHECK(*full.quality.ppl == doctest::Approx(std::exp(nll / 63)).epsilon(1e-5));
   CHECK(*full.memory.memory_ratio == 1);
+  // The recording's own logits are a cross-check, of the reference and not of the policy.
+  for (const auto& lane : lanes) {
+    const auto at = lane.row.note.find("recorded logits: KL ");
+    REQUIRE_MESSAGE(at != std::string::npos, lane.row.note);
+    CHECK(std::stod(lane.row.note.substr(at + 20)) < 1e-9);
+  }
   // Kept whole by a cache of its own: another order of sums, nothing else.
   CHECK(*lanes[1].row.quality.logit_kl < 1e-7);
   CHECK(*lanes[1].row.memory.mean_bytes == *full.memory.mean_bytes);

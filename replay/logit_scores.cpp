@@ -72,6 +72,13 @@ class part_scorer {
       *at.reference_out = score(full, reference, nullptr);
       at.reference_out->top1 = true;
     }
+    if (at.recorded != nullptr && part_.begin == 0) {
+      const std::span recorded(at.recorded, vocab_);
+      const auto summary = summarise(recorded);
+      *at.recorded_kl =
+          std::max(0.0, weighted_difference(probabilities(recorded, summary), recorded, full) +
+                            full_lse - log_sum(recorded, summary));
+    }
     if (part_.begin == part_.end) return;
     const auto p = probabilities(full, reference);
     for (size_t i = part_.begin; i < part_.end; ++i) {

@@ -41,6 +41,10 @@ struct scored_position {
   const token_choice* choice = nullptr;
   const float* reference = nullptr;
   logit_score* reference_out = nullptr;
+  // The recording's own logits of the position [vocabulary], and where KL(recorded || reference)
+  // goes; or null.
+  const float* recorded = nullptr;
+  double* recorded_kl = nullptr;
   std::vector<scored_row> rows;
 };
 
