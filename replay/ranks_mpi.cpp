@@ -216,6 +216,8 @@ void distribute(std::int64_t units, const std::function<std::string(std::int64_t
   } else {
     ask_and_work(work);
   }
+  // Without it a rank that is done could ask in its next call while rank 0 still answers this one.
+  MPI_Barrier(MPI_COMM_WORLD);
 }
 
 std::string broadcast(std::string text) {
