@@ -251,4 +251,42 @@ TEST_CASE("without cache_dtype float16 the tolerance covers rounded q, k and v")
   CHECK_FALSE(moved(0.1f, false));
 }
 
+// q and k of 256 in 128 channels: raw scores of 8.4 million, as real models have them. A 32-bit lse
+// holds the sum to 0.06 only.
+TEST_CASE("scores beyond 16 bits are attention, and lse is judged by what FP32 can hold") {
+  const auto moved = [](float by) {
+    temp_folder folder;
+    model_info m = small_model(1);
+    m.n_q_heads = m.n_kv_heads = 1;
+    m.head_dim = 128;
+    m.softmax_scale = 1 / std::sqrt(128.0);
+    m.cache_dtype = "float16";
+    sequence_plan plan = small_plan(1, 2);
+    plan.confidence = false;
+    plan.logit_pos.clear();
+    const auto path = folder / "large.h5";
+    {
+      writer out(path, m, "test");
+      out.begin_sequence(plan);
+      out.put_tokens(0, std::vector<std::int32_t>{1, 2});
+      const std::vector<half_bits> rows(2 * 128, float_to_half(256.F));
+      out.put_q(0, 0, rows);
+      out.put_k(0, 0, rows);
+      out.put_v(0, 0, std::vector<half_bits>(2 * 2, float_to_half(1.F)));
+      out.put_o(0, 0, std::vector<float>(2 * 2, 1.F));
+      const double score = 256.0 * 256 * 128 / std::sqrt(128.0);
+      out.put_lse(0, 0,
+                  std::vector<float>{static_cast<float>(score),
+                                     static_cast<float>(score + std::log(2.0)) + by});
+      out.commit(2);
+      out.end_sequence();
+      out.finish();
+    }
+    return check(reader(path), {.all = true}).ok();
+  };
+  CHECK(moved(0));
+  CHECK(moved(0.25F));
+  CHECK_FALSE(moved(2));
+}
+
 }  // namespace kvreplay::traces
