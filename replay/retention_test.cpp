@@ -183,6 +183,18 @@ TEST_CASE("gates are stored with the trace, and are what the rows were computed 
     CHECK(traces::read_retention_gate(folder / "r.h5", copy.model()).has_value());
   }
   CHECK(!traces::read_retention_gate(folder / "t.h5", trace.model()).has_value());
+  // A gate that does not fit the model, or holds what is no number, is refused by name.
+  auto other = trace.model();
+  ++other.head_dim;
+  CHECK_THROWS_WITH_AS(traces::read_retention_gate(folder / "r.h5", other),
+                       doctest::Contains("shape ["), traces::trace_error);
+  fit_options fitting;
+  fitting.epochs = 1;
+  auto fit = fit_retention(trace, fitting);
+  fit.gate.hidden_bias[0] = NAN;
+  traces::copy_with_retention(folder / "t.h5", folder / "nan.h5", fit.rows, fit.gate);
+  CHECK_THROWS_WITH_AS(traces::read_retention_gate(folder / "nan.h5", trace.model()),
+                       doctest::Contains("hidden_bias"), traces::trace_error);
 }
 
 TEST_CASE("fitting is the same for any thread count and other with another seed") {

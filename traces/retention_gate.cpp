@@ -11,6 +11,8 @@
 namespace kvreplay::traces {
 namespace {
 
+constexpr std::int64_t most_values = std::int64_t{1} << 30;  // of one array of a gate
+
 using extents = std::vector<hsize_t>;
 
 hid_t checked(hid_t id, const std::string& where, const char* what) {
@@ -181,7 +183,10 @@ std::optional<retention_gate> read_retention_gate(const std::string& path,
       throw trace_error(fmt::format("{}: {}, expected float32", data.where(), data.type_name()));
     }
     std::int64_t count = 1;
-    for (const auto n : expected) count *= n;
+    for (const auto n : expected) count = std::min(count * n, most_values + 1);
+    if (count > most_values) {
+      throw trace_error(fmt::format("{}: more than {} weights", data.where(), most_values));
+    }
     x.resize(static_cast<std::size_t>(count));
     data.read(H5T_NATIVE_FLOAT, 0, expected[0], x.data());
     for (const float value : x) {
