@@ -80,6 +80,10 @@ TEST_CASE("usage errors are one line and exit code 2") {
     CHECK_MESSAGE(one_line(result.err), result.err);
   }
   CHECK(run(folder, "replay " + t + " -p window:budgt=4").err.find("budget") != std::string::npos);
+  const auto misspelt = run(folder, "replay " + t + " --polcy full");
+  CHECK(misspelt.code == 2);
+  CHECK_MESSAGE(one_line(misspelt.err), misspelt.err);
+  CHECK(misspelt.err.find("did you mean '--policy'") != std::string::npos);
 }
 
 TEST_CASE("without a GPU: auto runs on the CPU, cuda is one line and exit code 1") {

@@ -469,6 +469,24 @@ std::string config_complaint(const CLI::App& app, const std::string& what) {
                      kvreplay::policies::did_you_mean(word, known));
 }
 
+// A misspelt option leaves another one missing: what was not understood comes first.
+std::string parse_complaint(const CLI::App& app, const CLI::ParseError& e) {
+  for (const auto* command : app.get_subcommands()) {
+    for (const auto& word : app.remaining(true)) {
+      if (!word.starts_with("--")) continue;
+      std::vector<std::string> names;
+      for (const auto* option : command->get_options()) {
+        for (const auto& name : option->get_lnames()) names.push_back(fmt::format("--{}", name));
+      }
+      const std::vector<std::string_view> known(names.begin(), names.end());
+      const auto given = word.substr(0, word.find('='));
+      return fmt::format("{}: unknown option '{}'{}", command->get_name(), given,
+                         kvreplay::policies::did_you_mean(given, known));
+    }
+  }
+  return fmt::format("{} (see kvreplay --help)", e.what());
+}
+
 std::string shell_word(const std::string& text) {
   constexpr std::string_view safe =
       "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-+=:,./%@";
@@ -530,7 +548,7 @@ int parse_and_run(int argc, char** argv) {
   } catch (const CLI::ConfigError& e) {
     return complain(config_complaint(app, e.what()).c_str(), exit_usage);
   } catch (const CLI::ParseError& e) {
-    return complain(fmt::format("{} (see kvreplay --help)", e.what()).c_str(), exit_usage);
+    return complain(parse_complaint(app, e).c_str(), exit_usage);
   }
   ranks_session ranks;
   const int cores = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
